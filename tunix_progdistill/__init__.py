@@ -1,0 +1,27 @@
+"""Progressive distillation for Google's Tunix.
+
+Stages that freeze fewer and fewer layers of a student, temperature and alpha
+that follow the count of updates, token-weighted losses, exact resume.
+"""
+
+from tunix_progdistill import kernels
+from tunix_progdistill.config import ProgressiveConfig
+from tunix_progdistill.config import TrainingConfig
+from tunix_progdistill.plan import Stage
+from tunix_progdistill.plan import StagePlan
+from tunix_progdistill.plan import anneal
+from tunix_progdistill.strategy import ProgressiveLogitStrategy
+from tunix_progdistill.trainer import ProgressiveDistillationTrainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ProgressiveConfig",
+    "ProgressiveDistillationTrainer",
+    "ProgressiveLogitStrategy",
+    "Stage",
+    "StagePlan",
+    "TrainingConfig",
+    "anneal",
+    "kernels",
+]

@@ -1,0 +1,101 @@
+"""`TrainingConfig`: Tunix's, with the progressive section."""
+
+from collections.abc import Mapping
+from collections.abc import Sized
+import dataclasses
+from typing import Any
+
+from tunix.distillation import distillation_trainer
+
+from tunix_progdistill import errors
+from tunix_progdistill.plan import stages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgressiveConfig:
+  """The progressive section.
+
+  Attributes:
+    plan: the stages; a mapping is read as `StagePlan`'s fields.
+    updates_per_epoch: optimizer updates in an epoch, or the training data
+      itself if it has a length; only a plan that counts epochs needs it.
+    max_grad_norm: clip of the gradient by its global norm over all trainable
+      parameters, > 0; None does not clip.
+    log_kl_div_tau1: also log the KL at tau = 1 at every update; it costs one
+      more pass over the logits.
+  """
+
+  plan: stages.StagePlan
+  updates_per_epoch: int | Sized | None = None
+  max_grad_norm: float | None = None
+  log_kl_div_tau1: bool = False
+
+  def __post_init__(self):
+    if isinstance(self.plan, Mapping):
+      object.__setattr__(self, "plan", stages.StagePlan(**self.plan))
+    if not isinstance(self.plan, stages.StagePlan):
+      raise errors.invalid(
+          "progressive.plan", "must be a StagePlan", self.plan,
+          "write StagePlan(stages=(...)) or StagePlan.three_stages()",
+      )
+    if isinstance(self.updates_per_epoch, int) and self.updates_per_epoch < 1:
+      raise errors.invalid(
+          "progressive.updates_per_epoch", "must be >= 1",
+          self.updates_per_epoch, "count optimizer updates, not micro-batches",
+      )
+    norm = self.max_grad_norm
+    if norm is not None and not norm > 0:
+      raise errors.invalid(
+          "progressive.max_grad_norm", "must be > 0", norm,
+          "leave it out for no clipping",
+      )
+
+  def epoch_updates(self, accumulation: int) -> int | None:
+    """Optimizer updates in an epoch, if they are known."""
+    value = self.updates_per_epoch
+    if value is None or isinstance(value, int):
+      return value
+    return -(-len(value) // accumulation)
+
+
+def as_progressive(value: Any) -> ProgressiveConfig | None:
+  """A `ProgressiveConfig` from one, from a plan, or from a mapping.
+
+  Raises:
+    ValueError: anything else, or an unknown key.
+  """
+  if value is None or isinstance(value, ProgressiveConfig):
+    return value
+  if isinstance(value, stages.StagePlan):
+    return ProgressiveConfig(plan=value)
+  if isinstance(value, Mapping):
+    own = {f.name for f in dataclasses.fields(ProgressiveConfig)} - {"plan"}
+    of_plan = {f.name for f in dataclasses.fields(stages.StagePlan)}
+    for key in value:
+      if key not in own | of_plan:
+        raise errors.invalid(
+            "progressive", "must hold known keys only", key,
+            f"known are {', '.join(sorted(own | of_plan))}",
+        )
+    plan = {k: v for k, v in value.items() if k in of_plan}
+    rest = {k: v for k, v in value.items() if k in own}
+    return ProgressiveConfig(plan=stages.StagePlan(**plan), **rest)
+  raise errors.invalid(
+      "progressive", "must be a StagePlan, a ProgressiveConfig or a mapping",
+      value, "write TrainingConfig(progressive=StagePlan(stages=(...)), ...)",
+  )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TrainingConfig(distillation_trainer.TrainingConfig):
+  """Tunix's distillation `TrainingConfig`, plus `progressive`.
+
+  Attributes:
+    progressive: a `StagePlan`, a `ProgressiveConfig`, or a mapping of their
+      fields; None trains everything in one open-ended stage.
+  """
+
+  progressive: Any = None
+
+  def __post_init__(self):
+    self.progressive = as_progressive(self.progressive)

@@ -1,0 +1,1 @@
+"""The compiled step, the optimizer and the checkpoints of a staged run."""

@@ -1,0 +1,248 @@
+"""Checkpoints in Tunix's layout, always with the run's state beside them.
+
+Items are named as Tunix names them (`model_params`, `optimizer_state`), so
+that its own manager reads what is written here.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import json
+import pathlib
+from typing import Any
+
+from absl import logging
+from etils import epath
+from flax import nnx
+import jax
+import orbax.checkpoint as ocp
+
+from tunix_progdistill import errors
+
+_KEY = "progressive"
+_MODEL, _OPTIMIZER = "model_params", "optimizer_state"
+_SECONDS_BETWEEN_SAVES = 180  # Tunix's default
+_KEPT = 3  # likewise
+
+# What a truncated, half-written or foreign file shows itself by.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError)
+
+
+def _options(options: Any) -> ocp.CheckpointManagerOptions:
+  """Orbax options from what either Tunix takes; None is Tunix's default."""
+  if isinstance(options, ocp.CheckpointManagerOptions):
+    return options
+  policy = getattr(options, "save_decision_policy", None)
+  if policy is None:
+    policy = ocp.checkpoint_managers.ContinuousCheckpointingPolicy(
+        minimum_interval_secs=_SECONDS_BETWEEN_SAVES
+    )
+  extra = {}
+  if (kept := getattr(options, "preservation_policy", None)) is not None:
+    extra["preservation_policy"] = kept
+  else:
+    extra["max_to_keep"] = _KEPT
+  if getattr(options, "enable_async_checkpointing", None) is False:
+    extra["enable_async_checkpointing"] = False
+  return ocp.CheckpointManagerOptions(save_decision_policy=policy, **extra)
+
+
+def check_writable(root: str | None) -> None:
+  """Raises ValueError unless checkpoints can be written under `root`."""
+  if root is None or "://" in str(root):
+    return
+  path = pathlib.Path(root)
+  probe = path / ".writable"
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+    probe.write_text("")
+    probe.unlink()
+  except OSError as e:
+    raise errors.invalid(
+        "checkpoint_root_directory",
+        f"must be a folder that can be written ({e.strerror})",
+        str(root), "choose another folder or mend its permissions",
+    ) from e
+
+
+class CheckpointManager:
+  """Tunix's checkpoint manager, with what a staged run needs.
+
+  - Every checkpoint, the closing one too, carries the run's state and the
+    plan's fingerprint.
+  - Restoring takes the newest checkpoint that can be read; one that cannot is
+    reported and passed over.
+  - A failed background save raises at the next save, or at `close`.
+
+  Args:
+    root_directory: None switches checkpointing off.
+    options: as in Tunix's `TrainingConfig.checkpointing_options`.
+    run_metadata: gives what is saved beside each checkpoint, as JSON.
+  """
+
+  def __init__(
+      self,
+      root_directory: str | None,
+      options: Any,
+      run_metadata: Callable[[], Mapping[str, Any]],
+  ):
+    self._run_metadata = run_metadata
+    self._manager: Any = None
+    self._last_requested: int | None = None
+    if root_directory is not None:
+      root = (
+          root_directory if "://" in str(root_directory)
+          else pathlib.Path(root_directory).absolute()
+      )
+      self._manager = ocp.CheckpointManager(
+          epath.Path(root),
+          item_handlers={
+              _MODEL: ocp.PyTreeCheckpointHandler(),
+              _OPTIMIZER: ocp.PyTreeCheckpointHandler(),
+          },
+          options=_options(options),
+      )
+
+  def latest_step(self) -> int | None:
+    """The newest step, readable or not."""
+    return None if self._manager is None else self._manager.latest_step()
+
+  def run_metadata(self, step: int) -> dict[str, Any]:
+    """The run's state that was saved with `step`; {} if it was not ours."""
+    metadata = self._manager.metadata(step).custom_metadata or {}
+    return dict(metadata.get(_KEY, {}))
+
+  def readable_steps(self) -> list[int]:
+    """Steps whose metadata can be read, newest first."""
+    if self._manager is None:
+      return []
+    out = []
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        self.run_metadata(step)
+      except UNREADABLE as e:
+        warn_unreadable(step, e)
+        continue
+      out.append(step)
+    return out
+
+  def save(
+      self,
+      step: int,
+      model: nnx.Module,
+      optimizer: nnx.Optimizer | None = None,
+      save_only_lora_params: bool = False,
+      force: bool = False,
+      custom_metadata: Mapping[str, Any] | None = None,
+  ) -> bool:
+    """Saves if the policy says so; see Tunix's manager for the arguments.
+
+    Raises:
+      OSError, ValueError: the last background save failed.
+    """
+    if self._manager is None:
+      return False
+    self._manager.check_for_errors()
+    if not force and not self._manager.should_save(step):
+      return False
+    params = nnx.state(model, nnx.LoRAParam if save_only_lora_params else ...)
+    items = {_MODEL: ocp.args.PyTreeSave(item=_storable(params))}
+    if optimizer is not None:
+      state = nnx.state(optimizer, nnx.optimizer.OptState)
+      items[_OPTIMIZER] = ocp.args.PyTreeSave(item=state)
+    saved = self._manager.save(
+        step,
+        args=ocp.args.Composite(**items),
+        custom_metadata={
+            **(custom_metadata or {}), _KEY: dict(self._run_metadata())
+        },
+        force=force,
+    )
+    if saved:
+      self._last_requested = step
+    return saved
+
+  def maybe_restore(
+      self,
+      model: nnx.Module,
+      optimizer: nnx.Optimizer | None = None,
+      step: int | None = None,
+      restore_only_lora_params: bool = False,
+  ) -> tuple[int, dict[str, Any]]:
+    """Restores `step`, or the newest; returns (step, custom metadata).
+
+    (0, {}) where there is no checkpoint.
+    """
+    if step is None:
+      step = self.latest_step()
+    if self._manager is None or step is None:
+      return 0, {}
+    metadata = self._manager.metadata(step)
+    params = nnx.state(
+        model, nnx.LoRAParam if restore_only_lora_params else ...
+    )
+    items = {_MODEL: _restore_args(_storable(params))}
+    if optimizer is not None:
+      state = nnx.state(optimizer, nnx.optimizer.OptState)
+      items[_OPTIMIZER] = _restore_args(state)
+    found = self._manager.restore(step, args=ocp.args.Composite(**items))
+    nnx.update(model, _from_storable(found[_MODEL], params))
+    if optimizer is not None:
+      nnx.update(optimizer, found[_OPTIMIZER])
+    custom = dict(metadata.custom_metadata or {})
+    logging.info("Restored update %d.", step)
+    return step, custom
+
+  def close(self) -> None:
+    """Waits for the last save.
+
+    Raises:
+      RuntimeError: it did not arrive.
+    """
+    if self._manager is None:
+      return
+    self._manager.wait_until_finished()
+    self._manager.check_for_errors()
+    steps = self._manager.all_steps()
+    self._manager.close()
+    last = self._last_requested
+    if last is not None and last not in steps:
+      raise RuntimeError(
+          f"the checkpoint of update {last} was not written; the last good "
+          f"one is {max(steps, default=None)}"
+      )
+
+
+def warn_unreadable(step: int, error: Exception) -> None:
+  """Logs that a checkpoint is passed over."""
+  reason = str(error).split("\n", maxsplit=1)[0][:200]
+  logging.warning(
+      "The checkpoint of update %d cannot be read and is passed over (%s: %s).",
+      step, type(error).__name__, reason,
+  )
+
+
+def _is_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _storable(state: Any) -> Any:
+  """Typed random keys as their raw bits, for the array store."""
+  return jax.tree.map(
+      lambda x: jax.random.key_data(x) if _is_key(x) else x, state
+  )
+
+
+def _from_storable(stored: Any, like: Any) -> Any:
+  def back(x, old):
+    if _is_key(old):
+      return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
+    return x
+
+  return jax.tree.map(back, stored, like)
+
+
+def _restore_args(state: Any) -> ocp.args.PyTreeRestore:
+  return ocp.args.PyTreeRestore(
+      item=state,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(target=state),
+  )

@@ -1,0 +1,402 @@
+"""`Engine`: stages, optimizer and compiled steps of one student."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from absl import logging
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix_progdistill import freezing
+from tunix_progdistill.engine import batches
+from tunix_progdistill.engine import optimizer as optimizer_lib
+from tunix_progdistill.engine import step as step_lib
+from tunix_progdistill.objectives import terms
+from tunix_progdistill.plan import run
+from tunix_progdistill.plan import state as state_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageCost:
+  """What one compiled train step costs.
+
+  Attributes:
+    stage: its number.
+    trainable_parameters: entries of the leaves that train.
+    optimizer_bytes: of the optimizer's state.
+    flops: of loss, gradient and update, by XLA's count (a loop's body once);
+      the teacher is not part of the step.
+    temp_bytes: of XLA's temporary buffers.
+    compiles: how often this stage's step was compiled.
+  """
+
+  stage: int
+  trainable_parameters: int
+  optimizer_bytes: int
+  flops: float
+  temp_bytes: int
+  compiles: int
+
+
+class Engine:
+  """Trains one student by a plan.
+
+  Invariants:
+    stage, temperature, alpha, rate = f(update, events)
+    the optimizer's leaves = the leaves that the current stage trains
+    one compiled step per (stage, shapes of the batch)
+
+  Args:
+    model: the student; its graph never changes here.
+    plan: the resolved plan.
+    optimizer: the optimizer argument, understood.
+    objective: gives the loss as sums.
+    wrt: the type of leaf that trains (`nnx.Param`, or `nnx.LoRAParam`).
+    accumulation: micro-batches per update.
+    max_grad_norm: clip by the global norm over all trainable leaves, or None.
+  """
+
+  def __init__(
+      self,
+      *,
+      model: nnx.Module,
+      plan: run.RunPlan,
+      optimizer: optimizer_lib.Spec,
+      objective: terms.Objective,
+      wrt: nnx.filterlib.Filter,
+      accumulation: int,
+      max_grad_norm: float | None,
+  ):
+    self.model = model
+    self.plan = plan
+    self.run_state = state_lib.RunState()
+    self.objective = objective
+    self._spec = optimizer
+    self._wrt = wrt
+    self._accumulation = accumulation
+    self._max_grad_norm = max_grad_norm
+    # Every stage's rules are judged now, not after hours of the first stage.
+    self._paths = []
+    sizes = freezing.parameter_sizes(model, wrt)
+    self._trainable_parameters = []
+    for i, stage in enumerate(plan.stages):
+      try:
+        paths = freezing.trainable_paths(model, stage.stage, wrt)
+      except ValueError as e:
+        raise ValueError(f"stages[{i}]: {e}") from None
+      self._paths.append(paths)
+      self._trainable_parameters.append(sum(sizes[p] for p in paths))
+    self._stage = -1
+    self._groups: dict[str, frozenset[str]] = {}
+    self._owned: set[str] = set()
+    self._window: step_lib.Window | None = None
+    self._steps: dict[Any, Any] = {}
+    self._compiles = [0] * len(plan.stages)
+    self._eval_step: Any = None
+    self.optimizer: Any = None  # an nnx.Optimizer, once started
+
+  # -- stages
+
+  @property
+  def stage(self) -> int:
+    """The number of the stage that the optimizer stands for."""
+    return self._stage
+
+  def trainable_parameters(self, stage: int) -> int:
+    """The number of entries that a stage trains."""
+    return self._trainable_parameters[stage]
+
+  def start(self, update: int) -> None:
+    """Builds the optimizer that a checkpoint at `update` was written with.
+
+    That checkpoint belongs to the stage of the update before it.
+    """
+    stage = self.plan.stage_at(max(update - 1, 0), self.run_state.events)
+    groups = optimizer_lib.first_group(self._paths[0])
+    for i in range(1, stage + 1):
+      groups = optimizer_lib.next_groups(
+          self._spec, groups, self._paths[i], i
+      )
+    self._install(stage, groups, carried={}, update=update)
+
+  def _advance(self, stage: int, update: int) -> None:
+    """Moves on to `stage`; leaves that go on keep their moments."""
+    for i in range(self._stage + 1, stage + 1):
+      groups = optimizer_lib.next_groups(
+          self._spec, self._groups, self._paths[i], i
+      )
+      carried = optimizer_lib.carried_states(
+          nnx.as_pure(self.optimizer.opt_state), self._groups, groups
+      )
+      self._install(i, groups, carried=carried, update=update)
+    logging.info(
+        "Stage %d (%s) from update %d: %d trainable parameters.",
+        stage, self.plan.stages[stage].stage.name or "unnamed", update,
+        self.trainable_parameters(stage),
+    )
+
+  def _install(
+      self, stage: int, groups: Mapping[str, frozenset[str]], *,
+      carried: Mapping[str, Any], update: int,
+  ) -> None:
+    self.optimizer = optimizer_lib.make(
+        self.model, self._spec, groups, wrt=self._wrt, carried=carried,
+        update=update,
+    )
+    self.optimizer.step[...] = jnp.asarray(
+        update, self.optimizer.step.get_value().dtype
+    )
+    _place_like(self.optimizer, self.model)
+    self._stage, self._groups = stage, dict(groups)
+    self._window = None
+    self._steps = {}  # other stages' programs hold memory and end here
+
+  def record(self, event: state_lib.Event) -> None:
+    """Appends an event to the run's state; it takes effect at its update."""
+    self.run_state = self.run_state.append(event)
+
+  # -- the train step
+
+  @property
+  def _filter(self) -> nnx.filterlib.Filter:
+    return nnx.All(self._wrt, freezing.filter_of(self._paths[self._stage]))
+
+  def train_step(
+      self, batch: batches.Prepared, update: int, is_update: bool,
+      *, jit: bool = True,
+  ) -> step_lib.Report:
+    """Runs one micro-batch of the update with number `update` (from 0).
+
+    Args:
+      batch: the micro-batch.
+      update: how many updates are done.
+      is_update: whether this micro-batch ends its window.
+      jit: False runs the step operation by operation, for debugging.
+    """
+    values = self.plan.scalars(update, self.run_state.events)
+    if values.stage != self._stage:
+      self._advance(values.stage, update)
+    # numpy scalars: a Python float would be weakly typed and compile anew.
+    scalars = terms.StepScalars(
+        temperature=np.float32(values.temperature),
+        alpha=np.float32(values.alpha),
+        learning_rate=np.float32(values.learning_rate or 0.0),
+    )
+    self._own()
+    graph, trainable, frozen, mutable = step_lib.split(self.model, self._filter)
+    optimizer_graph, optimizer_state = nnx.split(self.optimizer)
+    blueprint = step_lib.Blueprint(
+        model_graph=graph,
+        optimizer_graph=optimizer_graph,
+        trainable_filter=self._filter,
+        objective=self.objective,
+        max_grad_norm=self._max_grad_norm,
+        sets_rate=values.learning_rate is not None,
+    )
+    state = step_lib.StepState(trainable, mutable, optimizer_state, None)
+    if self._accumulation > 1:
+      if self._window is None:
+        self._window = _like_placed(
+            step_lib.empty_window(blueprint, state, frozen, batch, scalars),
+            self.model,
+        )
+      state = dataclasses.replace(state, window=self._window)
+    args = (state, frozen, batch, scalars, np.bool_(is_update))
+    if jit:
+      new, report = self._run_compiled(blueprint, args)
+    else:
+      new, report = step_lib.make_train_step(blueprint)(*args)
+    self._put_back(new)
+    return report
+
+  def _put_back(self, state: step_lib.StepState) -> None:
+    nnx.update(self.model, state.trainable, state.mutable)
+    nnx.update(self.optimizer, state.optimizer)
+    self._window = state.window
+
+  def _run_compiled(self, blueprint: step_lib.Blueprint, args: tuple[Any, ...]):
+    key = _signature((args[2], blueprint.sets_rate))
+    compiled = self._steps.get(key)
+    if compiled is not None:
+      return compiled(*args)
+    compiled = self._compile(blueprint, args)
+    # The step's buffers are donated: should its first run fail (memory, most
+    # likely), the weights must not be lost with it.
+    backup = jax.device_get(_raw(args[0]))
+    try:
+      new, report = compiled(*args)
+      jax.block_until_ready(report)
+    except jax.errors.JaxRuntimeError:
+      self._put_back(_unraw(backup, args[0]))
+      raise
+    self._steps[key] = compiled
+    return new, report
+
+  def _compile(self, blueprint: step_lib.Blueprint, args: tuple[Any, ...]):
+    shardings = jax.tree.map(lambda x: x.sharding, args[0])
+    spread = any(len(s.device_set) > 1 for s in jax.tree.leaves(shardings))
+    step = jax.jit(
+        step_lib.make_train_step(blueprint),
+        donate_argnums=0,
+        out_shardings=(shardings, None) if spread else None,
+    )
+    self._compiles[self._stage] += 1
+    return step.lower(*args).compile()
+
+  def _own(self) -> None:
+    """Copies leaves that somebody else may hold, once, before they are donated.
+
+    The teacher may share arrays with the student, two leaves may be one array,
+    and the caller may have kept the initial weights to compare with.
+    """
+    moving = nnx.Any(self._filter, nnx.Not(nnx.Param))
+    for path, variable in nnx.to_flat_state(nnx.state(self.model, moving)):
+      name = freezing.path_name(path)
+      if name not in self._owned:
+        self._owned.add(name)
+        nnx.update(
+            self.model,
+            nnx.from_flat_state([(path, jax.tree.map(_copy, variable))]),
+        )
+
+  # -- evaluation
+
+  def eval_step(self, batch: batches.Prepared) -> terms.LossTerms:
+    """The evaluation's sums over one batch."""
+    graph, state = nnx.split(self.model)
+    if self._eval_step is None:
+      step = step_lib.make_eval_step(self.objective)
+      self._eval_step = jax.jit(lambda s, b: step(graph, s, b))
+    return self._eval_step(state, batch)
+
+  # -- what it costs
+
+  @property
+  def compiles(self) -> tuple[int, ...]:
+    """Compilations of the train step, by stage."""
+    return tuple(self._compiles)
+
+  def cost(self) -> StageCost | None:
+    """The cost of the current stage's step; None before its first update."""
+    if not self._steps:
+      return None
+    compiled = next(iter(self._steps.values()))
+    analysis = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
+    state = nnx.state(self.optimizer, nnx.optimizer.OptState)
+    return StageCost(
+        stage=self._stage,
+        trainable_parameters=self.trainable_parameters(self._stage),
+        optimizer_bytes=sum(x.nbytes for x in jax.tree.leaves(state)),
+        flops=float(analysis.get("flops", float("nan"))),
+        temp_bytes=int(getattr(memory, "temp_size_in_bytes", 0)),
+        compiles=self._compiles[self._stage],
+    )
+
+
+def _signature(tree: Any) -> Any:
+  leaves, treedef = jax.tree.flatten(tree)
+  return treedef, tuple(
+      (np.shape(x), jnp.result_type(x), getattr(x, "sharding", None))
+      for x in leaves
+  )
+
+
+def _copy(x: Any) -> Any:
+  return jnp.array(x, copy=True) if isinstance(x, jax.Array) else x
+
+
+def _is_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _raw(tree: Any) -> Any:
+  return jax.tree.map(
+      lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
+  )
+
+
+def _unraw(raw: Any, like: Any) -> Any:
+  def back(x, old):
+    if _is_key(old):
+      return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
+    return jax.device_put(x, old.sharding)
+
+  return jax.tree.map(back, raw, like)
+
+
+def _mesh_of(model: nnx.Module) -> Any:
+  for leaf in jax.tree.leaves(nnx.state(model)):
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding) and (
+        len(sharding.device_set) > 1
+    ):
+      return sharding.mesh
+  return None
+
+
+def _like_placed(tree: Any, model: nnx.Module) -> Any:
+  """Replicates over the model's mesh what does not lie on it yet.
+
+  A scalar that starts on one device and comes back on all of them would make
+  the step compile twice.
+  """
+  mesh = _mesh_of(model)
+  if mesh is None:
+    return tree
+  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  put = lambda x: x if len(x.sharding.device_set) == mesh.size else (
+      jax.device_put(x, everywhere)
+  )
+  return jax.tree.map(put, tree)
+
+
+def _place_like(node: Any, model: nnx.Module) -> None:
+  nnx.update(node, _like_placed(nnx.state(node), model))
+
+
+class Dispatcher:
+  """Stands where Tunix's loop expects its compiled train step.
+
+  The loop fetches its step once; this object looks at the count of updates at
+  each call, so that stages can switch inside one `train()`.
+
+  Args:
+    run: `(micro_batch, is_update) -> (loss, aux, grad_norm)`.
+    is_update: whether the next call ends its window, for a Tunix whose loop
+      does not say.
+    cache_size: how many programs were compiled.
+  """
+
+  def __init__(
+      self,
+      run: Callable[[Any, bool], tuple[Any, Any, Any]],
+      is_update: Callable[[], bool],
+      cache_size: Callable[[], int],
+  ):
+    self._run = run
+    self._is_update = is_update
+    self._cache_size_fn = cache_size
+
+  @property
+  def func(self) -> "Dispatcher":
+    """Tunix reads `train_step.func.jitted_fn._cache_size()`."""
+    return self
+
+  @property
+  def jitted_fn(self) -> "Dispatcher":
+    return self
+
+  def _cache_size(self) -> int:
+    return self._cache_size_fn()
+
+  def __call__(self, batch: Any, is_update_step: Any = None):
+    if is_update_step is None:
+      is_update = self._is_update()
+    else:
+      is_update = bool(np.asarray(is_update_step))
+    return self._run(batch, is_update)

@@ -1,0 +1,342 @@
+"""The optimizer of a stage: groups of leaves, each with a state of its own.
+
+Three kinds of argument are taken:
+  factory   `learning_rate -> GradientTransformation` (`optax.adamw` itself, or
+            `lambda lr: optax.adamw(lr, weight_decay=0.1)`)
+  injected  made by `optax.inject_hyperparams`, as Tunix's own CLI makes it
+  plain     any other `GradientTransformation`; it keeps its own rate
+
+With a factory, the leaves that a stage unfreezes form a new group with fresh
+moments and a fresh count, while those that go on keep theirs: Adam's bias
+correction would make the first updates of a fresh leaf several times too large
+if it inherited an old count. The other kinds start anew at a stage's start.
+
+Learning rates come from the count of updates, as an argument of the step, and
+never from a group's own count.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+from typing import TypeAlias
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tunix_progdistill import errors
+from tunix_progdistill import freezing
+
+FACTORY, INJECTED, PLAIN = "factory", "injected", "plain"
+
+Groups: TypeAlias = Mapping[str, frozenset[str]]
+Argument: TypeAlias = (
+    optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """A user's optimizer argument, understood.
+
+  Attributes:
+    kind: one of "factory", "injected", "plain".
+    argument: what was given.
+  """
+
+  kind: str
+  argument: Argument
+
+  def at(self, learning_rate: Any) -> optax.GradientTransformationExtraArgs:
+    """The transformation; only a factory looks at `learning_rate`."""
+    if self.kind == FACTORY:
+      tx = self.argument(learning_rate)
+    else:
+      tx = self.argument
+    return optax.with_extra_args_support(tx)
+
+
+def understand(
+    argument: Argument, *, plan_names_rate: bool, several_stages: bool
+) -> Spec:
+  """Classifies the optimizer argument and checks it against the plan.
+
+  Args:
+    argument: see the module's docstring.
+    plan_names_rate: whether the plan sets the learning rate.
+    several_stages: whether leaves may come to stand in several groups.
+
+  Raises:
+    ValueError: a combination that could not do what was asked.
+  """
+  if isinstance(argument, optax.MultiSteps):
+    raise _accumulates()
+  if isinstance(argument, optax.GradientTransformation):
+    state = jax.eval_shape(argument.init, _probe())
+    if _find(state, lambda x: isinstance(x, optax.MultiStepsState)):
+      raise _accumulates()
+    injected = _find(state, _injects_rate)
+    spec = Spec(INJECTED if injected else PLAIN, argument)
+    if plan_names_rate and not injected:
+      raise errors.invalid(
+          "optimizer",
+          "must let the plan set its rate, for a stage names learning_rate",
+          "a finished transformation",
+          "pass a factory such as optax.adamw or lambda lr: optax.adamw(lr)",
+      )
+    scheduled = [getattr(s, "hyperparams_states", {}) for s in injected]
+    if plan_names_rate and any("learning_rate" in s for s in scheduled):
+      raise errors.invalid(
+          "optimizer", "must not schedule a rate that the plan sets",
+          "inject_hyperparams(...)(learning_rate=schedule)",
+          "keep one: drop the plan's learning_rate, or pass a factory",
+      )
+    return spec
+  if not callable(argument):
+    raise errors.invalid(
+        "optimizer", "must be a factory or a GradientTransformation",
+        argument, "pass optax.adamw, or optax.adamw(1e-4)",
+    )
+  if not plan_names_rate:
+    raise errors.invalid(
+        "learning_rate",
+        "must be named by the plan where the optimizer is a factory",
+        None, "set it in a stage or in the plan",
+    )
+  spec = Spec(FACTORY, argument)
+  made = spec.argument(1.0)
+  if not isinstance(made, optax.GradientTransformation):
+    raise errors.invalid(
+        "optimizer", "must return a GradientTransformation",
+        type(made).__name__, "pass a factory such as optax.adamw",
+    )
+  if several_stages and _couples_leaves(spec):
+    raise errors.invalid(
+        "optimizer", "must treat every parameter by itself",
+        "a factory whose update of one parameter depends on the others",
+        "clip by max_grad_norm in the progressive section, not in the factory",
+    )
+  return spec
+
+
+def _accumulates() -> ValueError:
+  return errors.invalid(
+      "optimizer", "must not accumulate gradients itself", "optax.MultiSteps",
+      "set gradient_accumulation_steps in TrainingConfig",
+  )
+
+
+def _probe() -> dict[str, jax.Array]:
+  return {"a": jnp.full((2, 2), 0.5), "b": jnp.full((2, 2), 0.25)}
+
+
+def _couples_leaves(spec: Spec) -> bool:
+  """Whether two leaves together are updated otherwise than each alone.
+
+  A clip by global norm inside a factory would become one clip per group.
+  """
+  params = _probe()
+  grads = {"a": jnp.full((2, 2), 300.0), "b": jnp.full((2, 2), 4.0)}
+  tx = spec.at(jnp.float32(1.0))
+  update = lambda g, p: tx.update(g, tx.init(p), p)[0]
+  both = update(grads, params)
+  alone = {k: update({k: grads[k]}, {k: params[k]})[k] for k in params}
+  return any(
+      not np.allclose(both[k], alone[k], rtol=1e-4, atol=1e-7) for k in params
+  )
+
+
+def _find(tree: Any, test: Callable[[Any], bool]) -> list[Any]:
+  leaves = jax.tree.leaves(tree, is_leaf=test)
+  return [x for x in leaves if test(x)]
+
+
+def _injects_rate(node: Any) -> bool:
+  return "learning_rate" in getattr(node, "hyperparams", {})
+
+
+def _map_nodes(
+    function: Callable[[Any], Any], tree: Any, test: Callable[[Any], bool]
+) -> Any:
+  return jax.tree.map(
+      lambda x: function(x) if test(x) else x, tree, is_leaf=test
+  )
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+  """Path -> array, for a State or nested dict of parameters."""
+  out = {}
+  for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    name = "/".join(
+        str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey)
+    )
+    out[name] = leaf
+  return out
+
+
+# -- groups
+
+
+def first_group(paths: frozenset[str]) -> dict[str, frozenset[str]]:
+  """The groups of the first stage."""
+  return {"stage0": paths}
+
+
+def next_groups(
+    spec: Spec, groups: Groups, paths: frozenset[str], stage: int
+) -> dict[str, frozenset[str]]:
+  """The groups of `stage`, which trains `paths`, after those of the one before.
+
+  Leaves that go on stay in their group; new ones form `stage{n}`; empty groups
+  go. For optimizers that start anew there is one group.
+  """
+  if spec.kind != FACTORY:
+    return {f"stage{stage}": paths}
+  kept = {g: p & paths for g, p in groups.items() if p & paths}
+  fresh = paths - frozenset().union(*groups.values())
+  if fresh:
+    kept[f"stage{stage}"] = fresh
+  return kept
+
+
+def carried_states(
+    old_state: Mapping[str, Any], old: Groups, new: Groups
+) -> dict[str, Any]:
+  """The states of the groups that go on, cut to the leaves that they keep."""
+  out = {}
+  for group, paths in new.items():
+    if group not in old:
+      continue
+    everything = set(old[group])
+    holds_params = lambda x: isinstance(x, dict) and set(x) == everything  # pylint: disable=cell-var-from-loop
+    out[group] = _map_nodes(
+        lambda x: {p: x[p] for p in sorted(paths)},  # pylint: disable=cell-var-from-loop
+        old_state[group],
+        holds_params,
+    )
+  return out
+
+
+def grouped(
+    spec: Spec,
+    groups: Groups,
+    *,
+    carried: Mapping[str, Any] | None = None,
+    update: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """One transformation over all groups; its state is {group: inner state}.
+
+  `update(grads, state, params, learning_rate=...)` needs the rate of this
+  update, unless the optimizer keeps its own.
+
+  Args:
+    spec: the optimizer.
+    groups: group -> paths of its leaves.
+    carried: states of groups that go on.
+    update: the run's count, for schedules inside an optimizer that starts anew.
+  """
+  carried = carried or {}
+
+  def init(params):
+    leaves = named_leaves(params)
+    state = {}
+    for group in sorted(groups):
+      if group in carried:
+        state[group] = carried[group]
+      else:
+        fresh = spec.at(jnp.float32(0.0)).init(
+            {p: leaves[p] for p in sorted(groups[group])}
+        )
+        if spec.kind != FACTORY:
+          fresh = _set_schedule_counts(fresh, update)
+        state[group] = fresh
+    return state
+
+  def apply(grads, state, params=None, *, learning_rate=None, **extra):
+    tx = spec.at(learning_rate)
+    g, p = named_leaves(grads), named_leaves(params)
+    updates: dict[str, Any] = {}
+    new_state: dict[str, Any] = {}
+    for group in sorted(groups):
+      paths = sorted(groups[group])
+      inner = state[group]
+      if spec.kind == INJECTED and learning_rate is not None:
+        inner = _set_rate(inner, learning_rate)
+      out, new_state[group] = tx.update(
+          {k: g[k] for k in paths}, inner, {k: p[k] for k in paths}, **extra
+      )
+      updates |= out
+    names = list(g)
+    treedef = jax.tree.structure(grads)
+    return jax.tree.unflatten(treedef, [updates[n] for n in names]), new_state
+
+  return optax.GradientTransformationExtraArgs(init, apply)
+
+
+def _set_rate(state: Any, learning_rate: jax.Array) -> Any:
+  def put(node):
+    old = node.hyperparams["learning_rate"]
+    new = jnp.asarray(learning_rate, jnp.asarray(old).dtype)
+    return node._replace(hyperparams={**node.hyperparams, "learning_rate": new})
+
+  return _map_nodes(put, state, _injects_rate)
+
+
+def _set_schedule_counts(state: Any, update: int) -> Any:
+  """Schedules go on by the run's updates where the moments start anew."""
+  if update == 0:
+    return state
+  count = jnp.asarray(update, jnp.int32)
+  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+  state = _map_nodes(
+      lambda x: x._replace(count=count), state, is_schedule
+  )
+  injects = lambda x: hasattr(x, "hyperparams") and hasattr(x, "count")
+
+  def put(node):
+    node = node._replace(count=count)
+    if getattr(node, "hyperparams_states", None):
+      states = jax.tree.map(
+          lambda c: count if c.ndim == 0 and c.dtype == jnp.int32 else c,
+          node.hyperparams_states,
+      )
+      node = node._replace(hyperparams_states=states)
+    return node
+
+  return _map_nodes(put, state, injects)
+
+
+def current_rate(state: Any) -> jax.Array | None:
+  """The rate that an injected optimizer last used, if there is one."""
+  found = _find(state, _injects_rate)
+  return found[0].hyperparams["learning_rate"] if found else None
+
+
+def make(
+    model: nnx.Module,
+    spec: Spec,
+    groups: Groups,
+    *,
+    wrt: nnx.filterlib.Filter,
+    carried: Mapping[str, Any] | None = None,
+    update: int = 0,
+) -> nnx.Optimizer:
+  """The `nnx.Optimizer` over the leaves of `groups`, and over no others.
+
+  Args:
+    model: the student.
+    spec: the optimizer.
+    groups: group -> paths of its leaves.
+    wrt: the type of leaf that trains.
+    carried: see `grouped`.
+    update: see `grouped`.
+  """
+  paths = frozenset().union(*groups.values())
+  return nnx.Optimizer(
+      model,
+      grouped(spec, groups, carried=carried, update=update),
+      wrt=nnx.All(wrt, freezing.filter_of(paths)),
+  )

@@ -1,0 +1,127 @@
+"""Going on from the last checkpoint, or refusing to."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+from flax import nnx
+
+from tunix_progdistill.engine import checkpoints
+from tunix_progdistill.engine import engine as engine_lib
+from tunix_progdistill.plan import run
+from tunix_progdistill.plan import state as state_lib
+
+
+def fingerprint(
+    plan: run.RunPlan, *, accumulation: int, max_grad_norm: float | None
+) -> dict[str, Any]:
+  """What must be the same for a resumed run to equal a straight one."""
+  return {
+      **plan.fingerprint(),
+      "gradient_accumulation_steps": accumulation,
+      "max_grad_norm": max_grad_norm,
+  }
+
+
+class RunCheckpoints:
+  """The checkpoint manager that a Tunix trainer is given.
+
+  It stands in Tunix's constructor just before `maybe_restore`. In that call it
+  reads the run's state, lets the engine build the optimizer of the stage that
+  the checkpoint belongs to, and restores into that.
+
+  Args:
+    manager: reads and writes.
+    engine: its run state and optimizer are set.
+    fingerprint: of this run's plan.
+    user_metadata: the trainer's `custom_checkpoint_metadata`, for the closing
+      checkpoint, which Tunix writes without any.
+  """
+
+  def __init__(
+      self,
+      manager: checkpoints.CheckpointManager,
+      *,
+      engine: engine_lib.Engine,
+      fingerprint: Mapping[str, Any],  # pylint: disable=redefined-outer-name
+      user_metadata: Callable[[], Mapping[str, Any]],
+  ):
+    self._manager = manager
+    self._engine = engine
+    self._fingerprint = fingerprint
+    self._user_metadata = user_metadata
+
+  def latest_step(self) -> int | None:
+    return self._manager.latest_step()
+
+  def save(
+      self,
+      step: int,
+      model: nnx.Module,
+      optimizer: nnx.Optimizer | None = None,
+      save_only_lora_params: bool = False,
+      force: bool = False,
+      custom_metadata: Mapping[str, Any] | None = None,
+  ) -> bool:
+    if custom_metadata is None:
+      custom_metadata = self._user_metadata()
+    return self._manager.save(
+        step, model, optimizer, save_only_lora_params, force, custom_metadata
+    )
+
+  def maybe_restore(
+      self,
+      model: nnx.Module,
+      optimizer: nnx.Optimizer | None = None,
+      step: int | None = None,
+      restore_only_lora_params: bool = False,
+  ) -> tuple[int, dict[str, Any]]:
+    """Restores the newest checkpoint that can be read.
+
+    Raises:
+      ValueError: it was written by another plan; or there are checkpoints, and
+        none can be read.
+    """
+    del optimizer  # the engine's, which must be built first
+    steps = self._manager.readable_steps() if step is None else [step]
+    first_error = None
+    for candidate in steps:
+      self._accept(candidate)
+      self._engine.start(candidate)
+      try:
+        return self._manager.maybe_restore(
+            model, self._engine.optimizer, candidate, restore_only_lora_params
+        )
+      except checkpoints.UNREADABLE as e:
+        checkpoints.warn_unreadable(candidate, e)
+        first_error = first_error or e
+    if self._manager.latest_step() is not None:
+      raise ValueError(
+          "checkpoint_root_directory must hold a checkpoint that can be read "
+          f"by this student, got {self._manager.latest_step()} as the newest; "
+          "mend it, or name an empty folder to start anew"
+      ) from first_error
+    self._engine.run_state = state_lib.RunState()
+    self._engine.start(0)
+    return 0, {}
+
+  def _accept(self, step: int) -> None:
+    saved = self._manager.run_metadata(step)
+    if not saved:
+      raise ValueError(
+          "checkpoint_root_directory must hold checkpoints of a staged run, "
+          f"got one of another trainer at update {step}; name another folder"
+      )
+    changed = run.differences(saved["fingerprint"], dict(self._fingerprint))
+    if changed:
+      raise ValueError(
+          "the plan must be the one that the checkpoints were written by, "
+          f"but these differ: {'; '.join(changed[:5])}; restore the old "
+          "values, or name an empty checkpoint_root_directory"
+      )
+    self._engine.run_state = state_lib.RunState.from_json(saved)
+    logging.info("Found the checkpoint of update %d.", step)
+
+  def close(self) -> None:
+    self._manager.close()

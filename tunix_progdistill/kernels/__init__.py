@@ -1,0 +1,7 @@
+"""The mathematics of the distillation loss, on arrays only."""
+
+from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import reference
+from tunix_progdistill.kernels import similarity
+
+__all__ = ["reduce", "reference", "similarity"]

@@ -1,0 +1,141 @@
+"""The readable form of every loss: one token, vmapped over all the others.
+
+Everything is computed in float32. Each function takes logits of any leading
+shape `[*N, V]` and returns unreduced values `[*N]`; the caller reduces
+(`kernels.reduce`). Tokens outside `where` give 0, with gradient 0.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from jaxtyping import ArrayLike
+from jaxtyping import Bool
+from jaxtyping import Float
+from jaxtyping import Int
+
+from tunix_progdistill.kernels import reduce
+
+# Below this |log q - log p| the direct form q - p - p*d loses its digits.
+_NEAR = 0.1
+
+
+def _kl_token(
+    student: Float[Array, " V"],
+    teacher: Float[Array, " V"],
+    temperature: ArrayLike,
+) -> Float[Array, ""]:
+  """KL(p_teacher || p_student) of one token; see `forward_kl`.
+
+  Written as a sum of terms that are never negative: with d = log q - log p,
+    KL = sum_v p (e^d - 1 - d)   over p > 0
+       + sum_v q                 over p = 0.
+  So rounding cannot take it below zero, and equal logits give exactly zero.
+  """
+  log_p = jax.nn.log_softmax(teacher / temperature)
+  log_q = jax.nn.log_softmax(student / temperature)
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  supported = p > 0
+  # Both where's: the branch that is not taken must not hold inf - inf.
+  d = jnp.where(
+      supported,
+      jnp.where(supported, log_q, 0.0) - jnp.where(supported, log_p, 0.0),
+      0.0,
+  )
+  near = jnp.abs(d) < _NEAR
+  small = jnp.where(near, d, 0.0)
+  close = p * (jnp.expm1(small) - small)
+  apart = jnp.maximum(q - p - p * d, 0.0)
+  return jnp.sum(jnp.where(supported, jnp.where(near, close, apart), q))
+
+
+def forward_kl(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    temperature: ArrayLike = 1.0,
+    where: Bool[Array, "*N"],
+) -> Float[Array, "*N"]:
+  """KL(P_teacher || P_student) per token, in nats.
+
+    P = softmax(logits / temperature)
+    KL = sum_v P_teacher(v) log(P_teacher(v) / P_student(v))
+
+  Without the factor temperature^2: the soft loss adds it, the metric does not.
+  Entries of -inf in both (a masked vocabulary) contribute nothing.
+
+  Args:
+    student: student logits `[*N, V]`, any float type.
+    teacher: teacher logits `[*N, V]`.
+    temperature: softening temperature tau > 0; may be traced.
+    where: tokens that count, `[*N]`.
+
+  Returns:
+    `[*N]` float32, >= 0, 0 outside `where`; +inf where the student rules out
+    what the teacher allows.
+
+  Source: Hinton, Vinyals, Dean 2015, https://arxiv.org/abs/1503.02531.
+
+  >>> t, s = jnp.array([[2., 0., -1.]]), jnp.array([[0., 1., 0.]])
+  >>> float(forward_kl(s, t, where=jnp.array([True]))[0])  # doctest: +ELLIPSIS
+  0.91298...
+  """
+  shape = where.shape
+  flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
+  values = jax.vmap(_kl_token, in_axes=(0, 0, None))(
+      flat(student), flat(teacher), temperature
+  )
+  return jnp.where(where, values.reshape(shape), 0.0)
+
+
+def topk_forward_kl(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    k: int,
+    temperature: ArrayLike = 1.0,
+    where: Bool[Array, "*N"],
+) -> Float[Array, "*N"]:
+  """`forward_kl` over the teacher's k largest entries, both renormalised.
+
+  This is Tunix's `distill_top_k`: a divergence between the two truncated
+  distributions, not a bound on the full one.
+  """
+  # Before top_k, for NaN in a masked row would order arbitrarily.
+  teacher = reduce.blank(teacher, where)
+  student = reduce.blank(student, where)
+  teacher_k, index = jax.lax.top_k(teacher, k)
+  student_k = jnp.take_along_axis(student, index, axis=-1)
+  return forward_kl(student_k, teacher_k, temperature=temperature, where=where)
+
+
+def cross_entropy(
+    logits: Float[Array, "*N V"],
+    labels: Int[Array, "*N"] | Float[Array, "*N V"],
+    *,
+    where: Bool[Array, "*N"],
+) -> Float[Array, "*N"]:
+  """-log softmax(logits)[label] per token, in nats.
+
+  Args:
+    logits: `[*N, V]`, any float type.
+    labels: integer ids `[*N]`, or dense rows `[*N, V]` (one-hot, soft or
+      smoothed), for which the value is -sum_v labels(v) log softmax(logits)(v).
+    where: tokens that count, `[*N]`; an id outside 0..V-1 may stand elsewhere.
+
+  Returns:
+    `[*N]` float32, 0 outside `where`.
+
+  >>> s = jnp.array([[0., 1., 0.]])
+  >>> on = jnp.array([True])
+  >>> f"{cross_entropy(s, jnp.array([0]), where=on)[0]:.5f}"
+  '1.55144'
+  """
+  log_q = jax.nn.log_softmax(reduce.blank(logits, where))
+  if labels.ndim == logits.ndim:
+    rows = jnp.where(where[..., None], labels.astype(jnp.float32), 0.0)
+    # 0 * -inf: a class that the label row gives no weight costs nothing.
+    values = -jnp.sum(jnp.where(rows != 0, rows * log_q, 0.0), axis=-1)
+  else:
+    ids = jnp.where(where, labels, 0)
+    values = -jnp.take_along_axis(log_q, ids[..., None], axis=-1)[..., 0]
+  return jnp.where(where, values, 0.0)

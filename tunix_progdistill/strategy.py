@@ -1,0 +1,270 @@
+"""`ProgressiveLogitStrategy`: logit distillation over valid tokens."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+import flax
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tunix.distillation.strategies import logit
+
+from tunix_progdistill import errors
+from tunix_progdistill import families
+from tunix_progdistill.kernels import reduce
+from tunix_progdistill.objectives import logits as logit_objective
+from tunix_progdistill.objectives import terms
+from tunix_progdistill.plan import schedules
+
+
+@flax.struct.dataclass
+class ScheduledOutput:
+  """Teacher logits with the scalars of the update that they are for.
+
+  On a trainer that is not ours, what `get_teacher_outputs` returns is the only
+  argument of the compiled step that a strategy controls: scalars that travel
+  in it change without a recompile.
+  """
+
+  logits: jax.Array
+  temperature: jax.Array
+  alpha: jax.Array
+
+
+class ProgressiveLogitStrategy(logit.LogitStrategy):
+  """Logit distillation over valid tokens, with schedules.
+
+    loss = alpha tau^2 KL(P_teacher || P_student) + (1 - alpha) CE
+
+  averaged over the valid tokens: those whose label is not empty (an all-zero
+  row, or a negative id) and that `loss_mask_fn`, where given, keeps. Takes
+  every argument of Tunix's `LogitStrategy`, in its order.
+
+  Under `ProgressiveDistillationTrainer` the plan's temperature and alpha win;
+  these are its defaults. In an unmodified Tunix trainer a schedule is driven
+  by the strategy's own count of training batches.
+
+  Args:
+    student_forward_fn: `(model, **inputs) -> logits [B, T, V]`.
+    teacher_forward_fn: likewise, for the teacher.
+    labels_fn: `(**inputs) ->` rows `[B, T, V]` (one-hot, soft or smoothed), or
+      integer ids `[B, T]` with a negative id where a token is to be ignored.
+    temperature: tau > 0, or a schedule over optimizer updates.
+    alpha: weight of the soft loss in [0, 1], or a schedule likewise.
+    distill_top_k: if > 0, the KL is over the teacher's k largest entries.
+    loss_mask_fn: `(**inputs) -> [B, T]`, non-zero where a token counts.
+    initial_update: in an unmodified trainer, the updates already done.
+    gradient_accumulation_steps: in an unmodified trainer, its setting.
+
+  Raises:
+    ValueError: a value out of its range.
+  """
+
+  def __init__(
+      self,
+      student_forward_fn: Callable[..., jax.Array],
+      teacher_forward_fn: Callable[..., jax.Array],
+      labels_fn: Callable[..., jax.Array],
+      temperature: schedules.Value = 2.0,
+      alpha: schedules.Value = 0.5,
+      distill_top_k: int = 0,
+      *,
+      loss_mask_fn: Callable[..., jax.Array] | None = None,
+      initial_update: int = 0,
+      gradient_accumulation_steps: int = 1,
+  ):
+    schedules.check("temperature", temperature)
+    schedules.check("alpha", alpha)
+    if not isinstance(distill_top_k, int) or distill_top_k < 0:
+      raise errors.invalid(
+          "distill_top_k", "must be a whole number >= 0", distill_top_k,
+          "0 uses the whole vocabulary",
+      )
+    for field, value, least in (
+        ("initial_update", initial_update, 0),
+        ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
+    ):
+      if not isinstance(value, int) or value < least:
+        raise errors.invalid(
+            field, f"must be a whole number >= {least}", value,
+            f"leave it at {least}",
+        )
+    super().__init__(
+        student_forward_fn,
+        teacher_forward_fn,
+        labels_fn,
+        temperature=1.0 if callable(temperature) else temperature,
+        alpha=0.5 if callable(alpha) else alpha,
+        distill_top_k=distill_top_k,
+    )
+    self.temperature = temperature
+    self.alpha = alpha
+    self.log_kl_div_tau1 = False
+    self._loss_mask_fn = nnx.jit(loss_mask_fn) if loss_mask_fn else None
+    self._initial_update = initial_update
+    self._accumulation = gradient_accumulation_steps
+    self._teacher_calls = 0
+
+  # -- the models
+
+  def teacher_logits(
+      self, teacher_model: nnx.Module, inputs: Mapping[str, Any]
+  ) -> jax.Array:
+    """The teacher's logits, without gradient."""
+    with families.tracing(teacher_model):
+      return super().get_teacher_outputs(teacher_model, dict(inputs))
+
+  def get_student_outputs(
+      self, student_model: nnx.Module, inputs: Mapping[str, Any]
+  ) -> jax.Array:
+    with families.tracing(student_model):
+      return super().get_student_outputs(student_model, dict(inputs))
+
+  def _where(self, student, labels, inputs, weight=1.0):
+    mask = self._loss_mask_fn(**inputs) if self._loss_mask_fn else None
+    where = logit_objective.valid_tokens(student, labels, mask)
+    return where & (jnp.asarray(weight) > 0)
+
+  # -- the engine's view
+
+  def train_terms(
+      self,
+      model: nnx.Module,
+      teacher_output: jax.Array,
+      inputs: Mapping[str, Any],
+      scalars: terms.StepScalars,
+      weight: jax.Array,
+  ) -> terms.LossTerms:
+    """The loss of one micro-batch as sums; see `objectives.logits`."""
+    student = self.get_student_outputs(model, inputs)
+    labels = self._labels_fn(**inputs)
+    return logit_objective.train_terms(
+        student,
+        teacher_output,
+        labels,
+        where=self._where(student, labels, inputs, weight),
+        temperature=scalars.temperature,
+        alpha=scalars.alpha,
+        top_k=self.distill_top_k,
+        kl_div_tau1=self.log_kl_div_tau1,
+    )
+
+  def eval_terms(
+      self,
+      model: nnx.Module,
+      teacher_output: jax.Array,
+      inputs: Mapping[str, Any],
+  ) -> terms.LossTerms:
+    """The evaluation of one batch as sums; see `objectives.logits`."""
+    student = self.get_student_outputs(model, inputs)
+    labels = self._labels_fn(**inputs)
+    return logit_objective.eval_terms(
+        student,
+        teacher_output,
+        labels,
+        where=self._where(student, labels, inputs),
+    )
+
+  # -- an unmodified Tunix trainer's view
+
+  def get_teacher_outputs(
+      self, teacher_model: nnx.Module, inputs: dict[str, jax.Array]
+  ) -> ScheduledOutput:
+    """Teacher logits and the scalars of the update that they belong to."""
+    update = self._initial_update + self._teacher_calls // self._accumulation
+    self._teacher_calls += 1
+    if callable(self.temperature) or callable(self.alpha):
+      logging.log_first_n(
+          logging.WARNING,
+          "temperature and alpha follow this strategy's own count of training "
+          "batches; after a resume, pass initial_update= to go on from there",
+          1,
+      )
+    values = {}
+    for field in ("temperature", "alpha"):
+      value = schedules.evaluate(getattr(self, field), update)
+      schedules.check_range(field, value)
+      values[field] = jnp.float32(value)
+    return ScheduledOutput(
+        logits=self.teacher_logits(teacher_model, inputs), **values
+    )
+
+  def get_train_loss(
+      self,
+      student_model: nnx.Module,
+      teacher_output: ScheduledOutput,
+      inputs: dict[str, jax.Array],
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The mean over the valid tokens, and the parts as means."""
+    out = self.train_terms(
+        student_model,
+        teacher_output.logits,
+        inputs,
+        terms.StepScalars(
+            temperature=teacher_output.temperature,
+            alpha=teacher_output.alpha,
+            learning_rate=np.float32(0.0),
+        ),
+        jnp.float32(1.0),
+    )
+    return _means(out)
+
+  def get_eval_loss(
+      self, student_model: nnx.Module, inputs: dict[str, jax.Array]
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The student's cross-entropy over the valid tokens."""
+    student = jax.lax.stop_gradient(
+        self.get_student_outputs(student_model, inputs)
+    )
+    labels = self._labels_fn(**inputs)
+    where = self._where(student, labels, inputs)
+    return self._task_loss(student, labels, where), {}
+
+  def compute_loss(
+      self,
+      student_output: jax.Array,
+      teacher_output: jax.Array | ScheduledOutput,
+      labels: jax.Array,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Tunix's entry point on logits: the mean over the valid tokens."""
+    temperature: Any
+    alpha: Any
+    if isinstance(teacher_output, ScheduledOutput):
+      temperature, alpha = teacher_output.temperature, teacher_output.alpha
+      teacher_output = teacher_output.logits
+    else:
+      temperature = schedules.evaluate(self.temperature, self._initial_update)
+      alpha = schedules.evaluate(self.alpha, self._initial_update)
+    out = logit_objective.train_terms(
+        student_output,
+        teacher_output,
+        labels,
+        where=logit_objective.valid_tokens(student_output, labels),
+        temperature=jnp.float32(temperature),
+        alpha=jnp.float32(alpha),
+        top_k=self.distill_top_k,
+        kl_div_tau1=self.log_kl_div_tau1,
+    )
+    return _means(out)
+
+  def compute_eval_loss(
+      self, student_output: jax.Array, labels: jax.Array
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Tunix's entry point on logits: cross-entropy over the valid tokens."""
+    where = logit_objective.valid_tokens(student_output, labels)
+    return self._task_loss(student_output, labels, where), {}
+
+  def _task_loss(self, student, labels, where) -> jax.Array:
+    values = logit_objective.reference.cross_entropy(
+        student, labels, where=where
+    )
+    return reduce.mean(reduce.masked_sum(values, where), reduce.count(where))
+
+
+def _means(out: terms.LossTerms) -> tuple[jax.Array, dict[str, jax.Array]]:
+  return reduce.mean(out.total, out.count), {
+      name: reduce.mean(part, out.count) for name, part in out.parts.items()
+  }

@@ -1,0 +1,345 @@
+"""`ProgressiveDistillationTrainer`: Tunix's trainer over the engine."""
+
+from collections.abc import Iterable
+import copy
+import dataclasses
+import time
+from typing import Any
+
+from absl import logging
+from flax import nnx
+import numpy as np
+import optax
+from tunix.distillation import distillation_trainer
+from tunix.distillation import strategies
+from tunix.sft import metrics_logger as metrics_logger_lib
+from tunix.sft import sharding_utils
+from tunix.sft import utils as sft_utils
+
+from tunix_progdistill import config as config_lib
+from tunix_progdistill import errors
+from tunix_progdistill import families
+from tunix_progdistill import strategy as strategy_lib
+from tunix_progdistill.engine import batches
+from tunix_progdistill.engine import checkpoints
+from tunix_progdistill.engine import engine as engine_lib
+from tunix_progdistill.engine import optimizer as optimizer_lib
+from tunix_progdistill.engine import resume
+from tunix_progdistill.monitor import records
+from tunix_progdistill.objectives import foreign
+from tunix_progdistill.plan import stages
+from tunix_progdistill.plan import state as state_lib
+from tunix_progdistill.teachers import online
+
+Mode = metrics_logger_lib.Mode
+
+
+class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
+  """Distills in stages; takes every argument of Tunix's `DistillationTrainer`.
+
+  One `train()` runs all stages, and the same call again, with the same
+  checkpoint folder, goes on where the last one stopped.
+
+  Args:
+    student_model: trained in place.
+    teacher_model: runs in eval mode; never changed.
+    strategy: a `ProgressiveLogitStrategy`; any other Tunix strategy is one
+      term of its own, which reads neither temperature nor alpha of the plan.
+    optimizer: a factory `learning_rate -> GradientTransformation`, one made by
+      `optax.inject_hyperparams`, or, where the plan names no rate, any
+      `GradientTransformation`.
+    training_config: `TrainingConfig` with `progressive`; Tunix's own trains
+      everything in one stage.
+
+  Raises:
+    ValueError: arguments that cannot work together, or a checkpoint that was
+      written by another plan.
+
+  Buffers of the student are donated to each step: keep copies of its weights,
+  not references, across updates.
+  """
+
+  def __init__(
+      self,
+      student_model: nnx.Module,
+      teacher_model: nnx.Module,
+      strategy: strategies.BaseStrategy,
+      optimizer: optimizer_lib.Argument,
+      training_config: distillation_trainer.TrainingConfig,
+  ):
+    if not isinstance(teacher_model, nnx.Module):
+      raise errors.invalid(
+          "teacher_model", "must be an nnx.Module",
+          type(teacher_model).__name__, "load the teacher first",
+      )
+    families.check_pair(student_model, teacher_model)
+    checkpoints.check_writable(training_config.checkpoint_root_directory)
+    section = config_lib.as_progressive(
+        getattr(training_config, "progressive", None)
+    ) or config_lib.ProgressiveConfig(
+        plan=stages.StagePlan(stages=(stages.Stage(),))
+    )
+    accumulation = training_config.get_with_default(
+        "gradient_accumulation_steps", 1
+    )
+    ours = isinstance(strategy, strategy_lib.ProgressiveLogitStrategy)
+    defaults = (
+        {"temperature": strategy.temperature, "alpha": strategy.alpha}
+        if ours else {}
+    )
+    plan = section.plan.resolve(
+        updates_per_epoch=section.epoch_updates(accumulation),
+        max_steps=training_config.max_steps,
+        **defaults,
+    )
+    if ours:
+      strategy.log_kl_div_tau1 = section.log_kl_div_tau1
+    training_config = _with_length(training_config, plan.updates)
+
+    self._engine = engine_lib.Engine(
+        model=student_model,
+        plan=plan,
+        optimizer=optimizer_lib.understand(
+            optimizer,
+            plan_names_rate=plan.names_rate(),
+            several_stages=len(plan.stages) > 1,
+        ),
+        objective=strategy if ours else foreign.ForeignObjective(strategy),
+        wrt=(
+            nnx.LoRAParam if sft_utils.is_lora_enabled(student_model)
+            else nnx.Param
+        ),
+        accumulation=accumulation,
+        max_grad_norm=section.max_grad_norm,
+    )
+    self._fingerprint = resume.fingerprint(
+        plan, accumulation=accumulation, max_grad_norm=section.max_grad_norm
+    )
+    self._teacher = online.OnlineTeacher(
+        strategy.teacher_logits if ours else strategy.get_teacher_outputs
+    )
+    self._last_prepared: batches.Prepared | None = None
+    self._eval_sums: records.EvalSums = records.EvalSums()
+    self._meter = records.TokenMeter()
+    self._skip_jit = False
+    self._logged_rate: Any = None
+    self._accumulation = accumulation
+    # The optimizer is the engine's: what Tunix builds here must hold nothing.
+    super().__init__(
+        student_model, teacher_model, strategy, optax.set_to_zero(),
+        training_config,
+    )
+    if hasattr(self, "grad_accumulator"):
+      self.grad_accumulator = None  # the step accumulates by itself
+
+  # -- what Tunix's constructor assigns, in this order
+
+  @property
+  def optimizer(self) -> Any:
+    """The optimizer of the current stage."""
+    return self._engine.optimizer
+
+  @optimizer.setter
+  def optimizer(self, value: nnx.Optimizer) -> None:
+    del value  # Tunix's, over every parameter; ours is built by the engine
+
+  @property
+  def checkpoint_manager(self) -> resume.RunCheckpoints:
+    """Tunix's manager, with the run's state; see `engine.checkpoints`."""
+    return self._checkpoint_manager
+
+  @checkpoint_manager.setter
+  def checkpoint_manager(self, value: Any) -> None:
+    value.close()
+    self._checkpoint_manager = resume.RunCheckpoints(
+        checkpoints.CheckpointManager(
+            self.config.checkpoint_root_directory,
+            self.config.checkpointing_options,
+            lambda: {
+                **self._engine.run_state.to_json(),
+                "fingerprint": self._fingerprint,
+            },
+        ),
+        engine=self._engine,
+        fingerprint=self._fingerprint,
+        user_metadata=self.custom_checkpoint_metadata,
+    )
+
+  # -- the run
+
+  @property
+  def engine(self) -> engine_lib.Engine:
+    """The engine: its plan, its stage, what each stage costs."""
+    return self._engine
+
+  def record_event(self, kind: str, value: float = 1.0) -> None:
+    """Deviates from the plan from the next update on; saved and resumed.
+
+    Args:
+      kind: "advance" ends the current stage; "scale_rate" multiplies the rate.
+      value: the factor of "scale_rate".
+    """
+    self._engine.record(
+        state_lib.Event(update=self.train_steps, kind=kind, value=value)
+    )
+
+  def train(
+      self,
+      train_ds: Iterable[Any],
+      eval_ds: Iterable[Any] | None = None,
+      skip_jit: bool = False,
+      *,
+      cache_nnx_graph: bool = True,
+  ) -> None:
+    """Runs all stages; see Tunix's `train`.
+
+    Args:
+      train_ds: batches, in the same order at every call; a resumed run skips
+        those that it has trained on.
+      eval_ds: batches of held-out data, read anew at every evaluation.
+      skip_jit: run the train step operation by operation, for debugging.
+      cache_nnx_graph: taken for compatibility; the engine's steps need none.
+
+    Raises:
+      ValueError: there is no batch at all.
+    """
+    self._skip_jit = skip_jit
+    planned = self._engine.plan.updates
+    hooks = self.data_hooks  # type: ignore[has-type]
+    if hooks is not None:
+      self.data_hooks = batches.CompleteWindowsHooks(hooks, self._accumulation)
+    self._meter.restart()
+    try:
+      super().train(
+          batches.complete_windows(train_ds, self._accumulation)
+          if hooks is None else train_ds,
+          eval_ds,
+          cache_nnx_graph=cache_nnx_graph,
+      )
+    finally:
+      self.data_hooks = hooks
+    wanted = self.config.max_steps or planned
+    if wanted is not None and self.train_steps < wanted:
+      logging.warning(
+          "The data ended at update %d of %d; repeat it, or shorten the plan.",
+          self.train_steps, wanted,
+      )
+
+  def jit_train_and_eval_step(
+      self, skip_jit: bool = False, cache_nnx_graph: bool = False
+  ):
+    """The engine's steps, in the form that Tunix's loop calls."""
+    del skip_jit, cache_nnx_graph
+    dispatcher = engine_lib.Dispatcher(
+        self._train_micro_batch,
+        lambda: (self.iter_steps + 1) % self._accumulation == 0,
+        lambda: sum(self._engine.compiles),
+    )
+    return dispatcher, self._eval_batch
+
+  def _prepare_inputs(self, input_data: Any) -> batches.Prepared:
+    """The model's inputs, whole, and the teacher's outputs for them.
+
+    Also in evaluation, where Tunix leaves the teacher out.
+    """
+    if isinstance(input_data, batches.Filler):
+      assert self._last_prepared is not None
+      return dataclasses.replace(self._last_prepared, weight=np.float32(0.0))
+    inputs = self.gen_model_input_fn(_with_attributes(input_data))["inputs"]
+    # On the mesh first, so that the teacher runs on each device's rows.
+    inputs = sharding_utils.shard_input(
+        inputs, self.config.data_sharding_axis
+    )
+    prepared = batches.Prepared(
+        inputs=inputs,
+        teacher_output=self._teacher(self.teacher_model, inputs),
+        weight=np.float32(1.0),
+    )
+    if self._mode == Mode.TRAIN and self._accumulation > 1:
+      self._last_prepared = prepared
+    return prepared
+
+  def _train_micro_batch(self, batch: batches.Prepared, is_update: bool):
+    report = self._engine.train_step(
+        batch, self.train_steps, is_update, jit=not self._skip_jit
+    )
+    return report.loss, report, report.grad_norm
+
+  def _eval_batch(self, batch: batches.Prepared):
+    out = self._engine.eval_step(batch)
+    # Tunix hands the sum of these to `on_eval_step_end`: give it increments of
+    # the token-weighted mean, so that their sum is that mean.
+    return self._eval_sums.add(out), None
+
+  # -- what is logged
+
+  def _post_process_train_step(self, aux: Any) -> None:
+    """Replaces Tunix's list of micro-batch losses by the window's record."""
+    self._buffered_train_metrics.losses = [aux.loss]
+    self._buffered_train_metrics.additional_metrics = records.train_record(
+        aux,
+        self._engine.plan.scalars(
+            self.train_steps, self._engine.run_state.events
+        ),
+        self._engine.trainable_parameters(self._engine.stage),
+    )
+
+  def _write_metrics(self, metrics_buffer: Any) -> None:
+    metrics = metrics_buffer.additional_metrics
+    if self._mode == Mode.TRAIN:
+      metrics.update(self._meter.read(metrics))
+      self._logged_rate = records.pop_rate(metrics)
+    else:
+      loss, evaluation = self._eval_sums.finish()
+      metrics_buffer.losses = [loss]
+      metrics_buffer.additional_metrics = evaluation
+      self._logged_rate = None
+    super()._write_metrics(metrics_buffer)
+
+  def _try_get_learning_rate(self) -> Any:
+    """The rate of the update that is being written, not of the next one."""
+    return self._logged_rate
+
+  def _run_eval(self, *args: Any, **kwargs: Any) -> None:
+    self._eval_sums = records.EvalSums()
+    began = time.perf_counter()
+    super()._run_eval(*args, **kwargs)
+    self._meter.pause(time.perf_counter() - began)
+
+  @property
+  def _tqdm_train_metrics(self) -> list[str]:
+    return ["loss", "perplexity", "distill/kl_div", "progressive/stage"]
+
+
+def _with_attributes(batch: Any) -> Any:
+  """A dict batch, as grain gives it, in the form of Tunix's TrainingInput."""
+  if isinstance(batch, dict):
+    return _Attributes(batch)
+  return batch
+
+
+class _Attributes:
+  """A dict's entries as attributes."""
+
+  def __init__(self, entries: dict[str, Any]):
+    self.__dict__.update(entries)
+
+  def __getitem__(self, key: str) -> Any:
+    return self.__dict__[key]
+
+
+def _with_length(
+    config: distillation_trainer.TrainingConfig, planned: int | None
+) -> distillation_trainer.TrainingConfig:
+  """The config with the plan's length as `max_steps`, where it has none."""
+  if planned is None:
+    return config
+  if config.max_steps is None:
+    config = copy.copy(config)
+    config.max_steps = planned
+  elif config.max_steps < planned:
+    logging.warning(
+        "max_steps=%d ends the run before the plan's %d updates.",
+        config.max_steps, planned,
+    )
+  return config
