@@ -123,8 +123,9 @@ def config(progressive: Any, **kwargs: Any) -> tpd.TrainingConfig:
 
 
 def trainer(
-    *, student=None, teacher=None, optimizer: Any = None, progressive: Any = None,
-    strategy_fn: Callable[[], Any] = strategy, **kwargs: Any,
+    *, student=None, teacher=None, optimizer: Any = None,
+    progressive: Any = None, strategy_fn: Callable[[], Any] = strategy,
+    **kwargs: Any,
 ) -> tpd.ProgressiveDistillationTrainer:
   """A trainer over toys; keywords go to `TrainingConfig`."""
   import optax  # pylint: disable=g-import-not-at-top
@@ -176,3 +177,10 @@ def gemma3_model(*, seed: int = 0, **kwargs: Any) -> gemma3.Gemma3:
           ),
       )
   return model
+
+
+def one_hot(tokens):
+  """Next-token one-hot rows, as a Tunix script makes them."""
+  import jax  # pylint: disable=g-import-not-at-top
+
+  return jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), VOCABULARY)

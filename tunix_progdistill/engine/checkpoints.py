@@ -192,6 +192,12 @@ class CheckpointManager:
     logging.info("Restored update %d.", step)
     return step, custom
 
+  def wait(self) -> None:
+    """Blocks until the last save is on disk; raises what it failed by."""
+    if self._manager is not None:
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+
   def close(self) -> None:
     """Waits for the last save.
 
@@ -200,8 +206,7 @@ class CheckpointManager:
     """
     if self._manager is None:
       return
-    self._manager.wait_until_finished()
-    self._manager.check_for_errors()
+    self.wait()
     steps = self._manager.all_steps()
     self._manager.close()
     last = self._last_requested

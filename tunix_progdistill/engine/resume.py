@@ -123,5 +123,9 @@ class RunCheckpoints:
     self._engine.run_state = state_lib.RunState.from_json(saved)
     logging.info("Found the checkpoint of update %d.", step)
 
+  def wait(self) -> None:
+    """Blocks until the last save is on disk."""
+    self._manager.wait()
+
   def close(self) -> None:
     self._manager.close()
