@@ -11,13 +11,12 @@ import pathlib
 import signal
 import sys
 
-from tests import conftest  # noqa: F401  (shared compilation cache)
-from tests import toys
-
 import numpy as np
 import orbax.checkpoint as ocp
 from tunix.sft import hooks
 
+from tests import conftest  # noqa: F401  (shared compilation cache)
+from tests import toys
 import tunix_progdistill as tpd
 
 

@@ -72,7 +72,8 @@ def test_teacher_is_not_part_of_the_step():
   flops = []
   for layers in (2, 12):
     trainer = toys.trainer(
-        teacher=toys.Toy(layers=layers), progressive=toys.plan(updates=(1, 1, 1))
+        teacher=toys.Toy(layers=layers),
+        progressive=toys.plan(updates=(1, 1, 1)),
     )
     trainer.train(toys.batches(1))
     flops.append(trainer.engine.cost().flops)

@@ -219,8 +219,8 @@ def test_newest_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
 
 
 def test_checkpoints_of_another_trainer_are_refused(tmp_path):
-  from tunix.distillation import distillation_trainer  # noqa: PLC0415
-  from tunix.distillation import strategies  # noqa: PLC0415
+  from tunix.distillation import distillation_trainer
+  from tunix.distillation import strategies
 
   stock = distillation_trainer.DistillationTrainer(
       toys.Toy(seed=1), toys.Toy(seed=0),
@@ -242,7 +242,7 @@ def test_checkpoints_of_another_trainer_are_refused(tmp_path):
 
 def test_tunix_reads_our_checkpoints(tmp_path):
   """Model weights restore through Tunix's own manager."""
-  from tunix.sft import checkpoint_manager  # noqa: PLC0415
+  from tunix.sft import checkpoint_manager
 
   trainer = toys.trainer(
       checkpoint_root_directory=str(tmp_path),

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+from absl import logging
 from flax import nnx
 import jax.numpy as jnp
 
@@ -116,12 +117,30 @@ def trainable_paths(
       count = frozen_layers(stage, family.num_layers(model))
       if count:
         chosen = {p for p in paths if not _below(family, p, count)}
+  _warn_of_cost(model, stage, chosen, paths)
   if not chosen:
     raise errors.invalid(
         "stage", "must train at least one parameter", stage.selector,
         "freeze less, or widen the rules",
     )
   return frozenset(chosen)
+
+
+def _warn_of_cost(model, stage, chosen, paths) -> None:
+  """Rules may freeze layers and train what feeds them: that saves nothing."""
+  if stage.trainable is None and stage.frozen is None:
+    return
+  try:
+    family = families.of(model)
+  except ValueError:
+    return  # no layers to be found: the rules say all there is to say
+  frozen = any(family.layer_of(p) is not None for p in set(paths) - chosen)
+  fed = sorted(p for p in chosen if family.feeds_layers(p))
+  if frozen and fed:
+    logging.warning(
+        "The rules train %s, which feeds frozen layers: the backward pass runs "
+        "through all of them.", fed[0],
+    )
 
 
 def _below(family: families.Family, path: str, count: int) -> bool:

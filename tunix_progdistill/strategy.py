@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 from absl import logging
@@ -102,7 +103,6 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     )
     self.temperature = temperature
     self.alpha = alpha
-    self.log_kl_div_tau1 = False
     self._loss_mask_fn = nnx.jit(loss_mask_fn) if loss_mask_fn else None
     self._initial_update = initial_update
     self._accumulation = gradient_accumulation_steps
@@ -137,6 +137,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       inputs: Mapping[str, Any],
       scalars: terms.StepScalars,
       weight: jax.Array,
+      kl_div_tau1: bool = False,
   ) -> terms.LossTerms:
     """The loss of one micro-batch as sums; see `objectives.logits`."""
     student = self.get_student_outputs(model, inputs)
@@ -149,7 +150,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         temperature=scalars.temperature,
         alpha=scalars.alpha,
         top_k=self.distill_top_k,
-        kl_div_tau1=self.log_kl_div_tau1,
+        kl_div_tau1=kl_div_tau1,
     )
 
   def eval_terms(
@@ -246,7 +247,6 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         temperature=jnp.float32(temperature),
         alpha=jnp.float32(alpha),
         top_k=self.distill_top_k,
-        kl_div_tau1=self.log_kl_div_tau1,
     )
     return _means(out)
 
@@ -262,6 +262,36 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         student, labels, where=where
     )
     return reduce.mean(reduce.masked_sum(values, where), reduce.count(where))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitObjective:
+  """A strategy as the engine's objective, with what is to be logged."""
+
+  strategy: ProgressiveLogitStrategy
+  kl_div_tau1: bool = False
+
+  def train_terms(
+      self,
+      model: nnx.Module,
+      teacher_output: jax.Array,
+      inputs: Mapping[str, Any],
+      scalars: terms.StepScalars,
+      weight: jax.Array,
+  ) -> terms.LossTerms:
+    """See `ProgressiveLogitStrategy.train_terms`."""
+    return self.strategy.train_terms(
+        model, teacher_output, inputs, scalars, weight, self.kl_div_tau1
+    )
+
+  def eval_terms(
+      self,
+      model: nnx.Module,
+      teacher_output: jax.Array,
+      inputs: Mapping[str, Any],
+  ) -> terms.LossTerms:
+    """See `ProgressiveLogitStrategy.eval_terms`."""
+    return self.strategy.eval_terms(model, teacher_output, inputs)
 
 
 def _means(out: terms.LossTerms) -> tuple[jax.Array, dict[str, jax.Array]]:

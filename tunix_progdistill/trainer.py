@@ -92,8 +92,6 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         max_steps=training_config.max_steps,
         **defaults,
     )
-    if ours:
-      strategy.log_kl_div_tau1 = section.log_kl_div_tau1
     training_config = _with_length(training_config, plan.updates)
 
     self._engine = engine_lib.Engine(
@@ -101,10 +99,14 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         plan=plan,
         optimizer=optimizer_lib.understand(
             optimizer,
-            plan_names_rate=plan.names_rate(),
-            several_stages=len(plan.stages) > 1,
+            stages_with_rate=[s.learning_rate is not None for s in plan.stages],
         ),
-        objective=strategy if ours else foreign.ForeignObjective(strategy),
+        objective=(
+            strategy_lib.LogitObjective(
+                strategy, kl_div_tau1=section.log_kl_div_tau1
+            )
+            if ours else foreign.ForeignObjective(strategy)
+        ),
         wrt=(
             nnx.LoRAParam if sft_utils.is_lora_enabled(student_model)
             else nnx.Param
@@ -179,8 +181,11 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       kind: "advance" ends the current stage; "scale_rate" multiplies the rate.
       value: the factor of "scale_rate".
     """
+    open_window = self.iter_steps % self._accumulation != 0
     self._engine.record(
-        state_lib.Event(update=self.train_steps, kind=kind, value=value)
+        state_lib.Event(
+            update=self.train_steps + open_window, kind=kind, value=value
+        )
     )
 
   def train(

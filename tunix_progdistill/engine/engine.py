@@ -13,6 +13,7 @@ import numpy as np
 
 from tunix_progdistill import freezing
 from tunix_progdistill.engine import batches
+from tunix_progdistill.engine import live
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.engine import step as step_lib
 from tunix_progdistill.objectives import terms
@@ -93,6 +94,7 @@ class Engine:
     self._stage = -1
     self._groups: dict[str, frozenset[str]] = {}
     self._owned: set[str] = set()
+    self._live: _Live | None = None
     self._window: step_lib.Window | None = None
     self._steps: dict[Any, Any] = {}
     self._compiles = [0] * len(plan.stages)
@@ -153,6 +155,7 @@ class Engine:
     _place_like(self.optimizer, self.model)
     self._stage, self._groups = stage, dict(groups)
     self._window = None
+    self._live = None
     self._steps = {}  # other stages' programs hold memory and end here
 
   def record(self, event: state_lib.Event) -> None:
@@ -186,18 +189,22 @@ class Engine:
         alpha=np.float32(values.alpha),
         learning_rate=np.float32(values.learning_rate or 0.0),
     )
-    self._own()
-    graph, trainable, frozen, mutable = step_lib.split(self.model, self._filter)
-    optimizer_graph, optimizer_state = nnx.split(self.optimizer)
+    parts = self._variables()
     blueprint = step_lib.Blueprint(
-        model_graph=graph,
-        optimizer_graph=optimizer_graph,
-        trainable_filter=self._filter,
+        graph=parts.graph,
+        paths=parts.paths,
+        optimizer=self.optimizer.tx,
         objective=self.objective,
         max_grad_norm=self._max_grad_norm,
         sets_rate=values.learning_rate is not None,
     )
-    state = step_lib.StepState(trainable, mutable, optimizer_state, None)
+    state = step_lib.StepState(
+        trainable=parts.trainable.read(),
+        mutable=parts.mutable.read(),
+        optimizer=parts.read_optimizer(),
+        window=None,
+    )
+    frozen = parts.frozen.read()
     if self._accumulation > 1:
       if self._window is None:
         self._window = _like_placed(
@@ -211,11 +218,24 @@ class Engine:
     else:
       new, report = step_lib.make_train_step(blueprint)(*args)
     self._put_back(new)
+    if is_update:
+      self.optimizer.step.set_value(
+          jnp.asarray(update + 1, self.optimizer.step.get_value().dtype)
+      )
     return report
 
+  def _variables(self) -> "_Live":
+    """The student's variables in this stage; the first call takes them over."""
+    if self._live is None:
+      self._own()
+      self._live = _Live(self.model, self._filter, self.optimizer)
+    return self._live
+
   def _put_back(self, state: step_lib.StepState) -> None:
-    nnx.update(self.model, state.trainable, state.mutable)
-    nnx.update(self.optimizer, state.optimizer)
+    parts = self._variables()
+    parts.trainable.write(state.trainable)
+    parts.mutable.write(state.mutable)
+    parts.write_optimizer(state.optimizer)
     self._window = state.window
 
   def _run_compiled(self, blueprint: step_lib.Blueprint, args: tuple[Any, ...]):
@@ -267,11 +287,14 @@ class Engine:
 
   def eval_step(self, batch: batches.Prepared) -> terms.LossTerms:
     """The evaluation's sums over one batch."""
-    graph, state = nnx.split(self.model)
     if self._eval_step is None:
-      step = step_lib.make_eval_step(self.objective)
-      self._eval_step = jax.jit(lambda s, b: step(graph, s, b))
-    return self._eval_step(state, batch)
+      everything = live.LiveVariables(self.model)
+      step = step_lib.make_eval_step(
+          self.objective, nnx.graphdef(self.model), everything.paths
+      )
+      self._eval_step = (everything, jax.jit(step))
+    everything, compiled = self._eval_step
+    return compiled(everything.read(), batch)
 
   # -- what it costs
 
@@ -296,6 +319,41 @@ class Engine:
         temp_bytes=int(getattr(memory, "temp_size_in_bytes", 0)),
         compiles=self._compiles[self._stage],
     )
+
+
+class _Live:
+  """The student's variables, in the three parts that a step tells apart."""
+
+  def __init__(
+      self, model: nnx.Module, trainable: nnx.filterlib.Filter, optimizer: Any
+  ):
+    self.graph = nnx.graphdef(model)
+    rest = nnx.Not(trainable)
+    self.trainable = live.LiveVariables(model, trainable)
+    self.frozen = live.LiveVariables(model, nnx.All(nnx.Param, rest))
+    self.mutable = live.LiveVariables(
+        model, nnx.All(nnx.Not(nnx.Param), rest)
+    )
+    self.paths = {
+        **self.trainable.paths, **self.frozen.paths, **self.mutable.paths
+    }
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    self._optimizer, self._optimizer_tree = jax.tree.flatten(
+        optimizer.opt_state, is_leaf=is_variable
+    )
+
+  def read_optimizer(self) -> Any:
+    """The optimizer's state as plain arrays."""
+    return jax.tree.unflatten(
+        self._optimizer_tree, [v.get_value() for v in self._optimizer]
+    )
+
+  def write_optimizer(self, state: Any) -> None:
+    """Puts new arrays into the optimizer's variables."""
+    for variable, value in zip(
+        self._optimizer, jax.tree.leaves(state), strict=True
+    ):
+      variable.set_value(value)
 
 
 def _signature(tree: Any) -> Any:

@@ -59,19 +59,17 @@ class Spec:
     return optax.with_extra_args_support(tx)
 
 
-def understand(
-    argument: Argument, *, plan_names_rate: bool, several_stages: bool
-) -> Spec:
+def understand(argument: Argument, *, stages_with_rate: list[bool]) -> Spec:
   """Classifies the optimizer argument and checks it against the plan.
 
   Args:
     argument: see the module's docstring.
-    plan_names_rate: whether the plan sets the learning rate.
-    several_stages: whether leaves may come to stand in several groups.
+    stages_with_rate: for each stage, whether the plan sets its learning rate.
 
   Raises:
     ValueError: a combination that could not do what was asked.
   """
+  plan_names_rate = any(stages_with_rate)
   if isinstance(argument, optax.MultiSteps):
     raise _accumulates()
   if isinstance(argument, optax.GradientTransformation):
@@ -100,12 +98,13 @@ def understand(
         "optimizer", "must be a factory or a GradientTransformation",
         argument, "pass optax.adamw, or optax.adamw(1e-4)",
     )
-  if not plan_names_rate:
-    raise errors.invalid(
-        "learning_rate",
-        "must be named by the plan where the optimizer is a factory",
-        None, "set it in a stage or in the plan",
-    )
+  for i, has_rate in enumerate(stages_with_rate):
+    if not has_rate:
+      raise errors.invalid(
+          f"stages[{i}].learning_rate",
+          "must be set, by the stage or the plan, for the optimizer is a "
+          "factory", None, "set it, or pass a finished optimizer",
+      )
   spec = Spec(FACTORY, argument)
   made = spec.argument(1.0)
   if not isinstance(made, optax.GradientTransformation):
@@ -113,7 +112,7 @@ def understand(
         "optimizer", "must return a GradientTransformation",
         type(made).__name__, "pass a factory such as optax.adamw",
     )
-  if several_stages and _couples_leaves(spec):
+  if len(stages_with_rate) > 1 and _couples_leaves(spec):
     raise errors.invalid(
         "optimizer", "must treat every parameter by itself",
         "a factory whose update of one parameter depends on the others",

@@ -15,6 +15,7 @@ cost no backward pass. Temperature, alpha and rate are arguments as well.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -22,8 +23,10 @@ import flax
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import optax
 
 from tunix_progdistill.engine import batches
+from tunix_progdistill.engine import live
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.objectives import terms
@@ -43,14 +46,14 @@ class StepState:
   """What a step replaces; its buffers are donated.
 
   Attributes:
-    trainable: the leaves that train.
+    trainable: the leaves that train, by path.
     mutable: what is not a parameter (dropout keys, batch statistics).
-    optimizer: the state of the `nnx.Optimizer`.
+    optimizer: the optimizer's state.
     window: None where a window is one micro-batch.
   """
 
-  trainable: Any
-  mutable: Any
+  trainable: live.Values
+  mutable: live.Values
   optimizer: Any
   window: Window | None
 
@@ -81,41 +84,30 @@ class Blueprint:
   """What a step is made for: constants of the trace.
 
   Attributes:
-    model_graph: graph definition of the student, split by trainable leaves,
-      parameters, and the rest.
-    optimizer_graph: graph definition of the optimizer.
-    trainable_filter: the filter that `model_graph` was split by.
+    graph: graph definition of the student.
+    paths: name -> path of each of its variables.
+    optimizer: the transformation over the trainable leaves.
     objective: gives (sum, count) of the loss.
     max_grad_norm: clip of the gradient by its global norm, or None.
     sets_rate: whether the plan's rate is handed to the optimizer.
   """
 
-  model_graph: Any
-  optimizer_graph: Any
-  trainable_filter: Any
+  graph: Any
+  paths: Mapping[str, tuple[Any, ...]]
+  optimizer: optax.GradientTransformationExtraArgs
   objective: terms.Objective
   max_grad_norm: float | None
   sets_rate: bool
 
 
-def split(model: nnx.Module, trainable_filter: Any) -> tuple[Any, ...]:
-  """(graph, trainable, frozen parameters, the rest) of a model."""
-  return nnx.split(model, trainable_filter, nnx.Param, ...)
-
-
-def _merge(graph: Any, *states: Any) -> Any:
-  # A Variable belongs to the trace that made it: make new ones here.
-  return nnx.merge(graph, *(jax.tree.map(lambda x: x, s) for s in states))
-
-
 def _loss(blueprint, trainable, frozen, mutable, batch, scalars):
-  model = _merge(blueprint.model_graph, trainable, frozen, mutable)
+  model = live.merge(
+      blueprint.graph, blueprint.paths, trainable, frozen, mutable
+  )
   out = blueprint.objective.train_terms(
       model, batch.teacher_output, batch.inputs, scalars, batch.weight
   )
-  nnx.pop(model, nnx.Intermediate)  # what forward functions sow is not state
-  _, _, _, new_mutable = split(model, blueprint.trainable_filter)
-  return out.total, (out, new_mutable)
+  return out.total, (out, live.extract(model, mutable))
 
 
 def empty_window(
@@ -171,7 +163,7 @@ def make_train_step(blueprint: Blueprint) -> Callable[..., Any]:
     updates_now = is_update & (sums.count > 0)
     trainable, optimizer, grad_norm, rate = jax.lax.cond(
         updates_now,
-        lambda: _update(blueprint, state, frozen, grads, sums.count, scalars),
+        lambda: _update(blueprint, state, grads, sums.count, scalars),
         lambda: _no_update(state),
     )
     if window is not None:
@@ -204,34 +196,26 @@ def _square_norm(tree: Any) -> jax.Array:
   return sum(squares, jnp.float32(0.0))
 
 
-def _update(blueprint, state, frozen, grads, count, scalars):
+def _update(blueprint, state, grads, count, scalars):
   """One optimizer update with the mean gradient grads / count."""
   grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
   norm = jnp.sqrt(_square_norm(grads))
   if blueprint.max_grad_norm is not None:
     scale = jnp.minimum(1.0, blueprint.max_grad_norm / jnp.maximum(norm, 1e-30))
     grads = jax.tree.map(lambda g: g * scale, grads)
-  model = _merge(
-      blueprint.model_graph, state.trainable, frozen, state.mutable
-  )
-  optimizer = _merge(blueprint.optimizer_graph, state.optimizer)
   extra = {}
   if blueprint.sets_rate:
     extra["learning_rate"] = scalars.learning_rate
-  optimizer.update(model, _fresh(grads), **extra)
-  _, trainable, _, _ = split(model, blueprint.trainable_filter)
+  updates, optimizer = blueprint.optimizer.update(
+      grads, state.optimizer, state.trainable, **extra
+  )
+  trainable = optax.apply_updates(state.trainable, updates)
   if blueprint.sets_rate:
     rate = jnp.asarray(scalars.learning_rate, jnp.float32)
   else:
-    used = optimizer_lib.current_rate(nnx.as_pure(optimizer.opt_state))
+    used = optimizer_lib.current_rate(optimizer)
     rate = jnp.asarray(jnp.nan if used is None else used, jnp.float32)
-  _, optimizer_state = nnx.split(optimizer)
-  return (
-      _as(trainable, state.trainable),
-      _as(optimizer_state, state.optimizer),
-      norm,
-      rate,
-  )
+  return trainable, _as(optimizer, state.optimizer), norm, rate
 
 
 def _no_update(state: StepState):
@@ -239,25 +223,23 @@ def _no_update(state: StepState):
   return state.trainable, state.optimizer, jnp.zeros((), jnp.float32), nan
 
 
-def _fresh(tree: Any) -> Any:
-  return jax.tree.map(lambda x: x, tree)
-
-
 def _as(new: Any, old: Any) -> Any:
-  """`new`'s leaves in the types and the structure of `old`."""
-  pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-  leaves = [
-      a.astype(b.dtype) if jnp.issubdtype(b.dtype, jnp.floating) else a
-      for a, b in pairs
-  ]
-  return jax.tree.unflatten(jax.tree.structure(old), leaves)
+  """`new` in the float types of `old`: moments of a bfloat16 leaf stay so."""
+  return jax.tree.map(
+      lambda a, b: a.astype(b.dtype)
+      if jnp.issubdtype(b.dtype, jnp.floating) else a,
+      new, old,
+  )
 
 
-def make_eval_step(objective: terms.Objective) -> Callable[..., Any]:
-  """`step(graph, state, batch) -> LossTerms`, the student in eval mode."""
+def make_eval_step(
+    objective: terms.Objective, graph: Any,
+    paths: Mapping[str, tuple[Any, ...]],
+) -> Callable[[live.Values, batches.Prepared], terms.LossTerms]:
+  """`step(values, batch) -> LossTerms`, the student in eval mode."""
 
-  def step(graph: Any, state: Any, batch: batches.Prepared) -> terms.LossTerms:
-    model = evaluating(_merge(graph, state))
+  def step(values: live.Values, batch: batches.Prepared) -> terms.LossTerms:
+    model = evaluating(live.merge(graph, paths, values))
     return objective.eval_terms(model, batch.teacher_output, batch.inputs)
 
   return step
@@ -271,4 +253,3 @@ def evaluating(model: nnx.Module) -> nnx.Module:
       use_running_average=True,
       raise_if_not_found=False,
   )
-

@@ -71,7 +71,8 @@ def _config(model: nnx.Module, *names: str):
 
 def vocabulary_size(model: nnx.Module) -> int | None:
   """The number of entries of the logits, if the model's config tells."""
-  return _config(model, "num_embed", "vocab_size")
+  size = _config(model, "num_embed", "vocab_size")
+  return size if size is not None else getattr(model, "num_embed", None)
 
 
 def rope_theta(model: nnx.Module) -> float | None:

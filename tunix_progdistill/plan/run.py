@@ -108,10 +108,6 @@ class RunPlan:
       for offset in _samples(stage.length):
         self.scalars(start + offset)
 
-  def names_rate(self) -> bool:
-    """Whether any stage sets the learning rate."""
-    return any(s.learning_rate is not None for s in self.stages)
-
   def fingerprint(self) -> dict[str, Any]:
     """A JSON description that differs where the plan would train otherwise.
 

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+import jax
 
+from tunix_progdistill.engine import live
 from tunix_progdistill.engine import step
 
 
@@ -17,15 +19,26 @@ class OnlineTeacher:
   view of it that shares its weights is what runs.
 
   Args:
-    outputs: `(teacher_model, inputs) -> what the objective takes`.
+    outputs: `(teacher_model, inputs) -> what the objective takes`, traceable.
   """
 
   def __init__(self, outputs: Callable[[nnx.Module, Mapping[str, Any]], Any]):
     self._outputs = outputs
-    self._of: Any = None
-    self._view: Any = None
+    self._teacher: Any = None
+    self._variables: Any = None
+    self._run: Any = None
 
   def __call__(self, teacher: nnx.Module, inputs: Mapping[str, Any]) -> Any:
-    if teacher is not self._of:
-      self._of, self._view = teacher, step.evaluating(teacher)
-    return self._outputs(self._view, inputs)
+    if teacher is not self._teacher:
+      self._bind(teacher)
+    return self._run(self._variables.read(), inputs)
+
+  def _bind(self, teacher: nnx.Module) -> None:
+    view = step.evaluating(teacher)
+    graph, variables = nnx.graphdef(view), live.LiveVariables(view)
+    self._teacher, self._variables = teacher, variables
+    self._run = jax.jit(
+        lambda values, inputs: jax.lax.stop_gradient(
+            self._outputs(live.merge(graph, variables.paths, values), inputs)
+        )
+    )
