@@ -5,8 +5,10 @@ that follow the count of updates, token-weighted losses, exact resume.
 """
 
 from tunix_progdistill import kernels
+from tunix_progdistill import students
 from tunix_progdistill.config import ProgressiveConfig
 from tunix_progdistill.config import TrainingConfig
+from tunix_progdistill.families import causal_lm
 from tunix_progdistill.plan import Stage
 from tunix_progdistill.plan import StagePlan
 from tunix_progdistill.plan import anneal
@@ -23,5 +25,7 @@ __all__ = [
     "StagePlan",
     "TrainingConfig",
     "anneal",
+    "causal_lm",
     "kernels",
+    "students",
 ]

@@ -273,15 +273,12 @@ class Engine:
     The teacher may share arrays with the student, two leaves may be one array,
     and the caller may have kept the initial weights to compare with.
     """
-    moving = nnx.Any(self._filter, nnx.Not(nnx.Param))
-    for path, variable in nnx.to_flat_state(nnx.state(self.model, moving)):
-      name = freezing.path_name(path)
-      if name not in self._owned:
-        self._owned.add(name)
-        nnx.update(
-            self.model,
-            nnx.from_flat_state([(path, jax.tree.map(_copy, variable))]),
-        )
+    moving = live.LiveVariables(
+        self.model, nnx.Any(self._filter, nnx.Not(nnx.Param))
+    )
+    values = {n: v for n, v in moving.read().items() if n not in self._owned}
+    moving.write(jax.tree.map(_copy, values))
+    self._owned |= set(values)
 
   # -- evaluation
 
@@ -364,8 +361,9 @@ def _signature(tree: Any) -> Any:
   )
 
 
-def _copy(x: Any) -> Any:
-  return jnp.array(x, copy=True) if isinstance(x, jax.Array) else x
+def _copy(x: Any) -> jax.Array:
+  """A jax array of its own, also of a numpy array."""
+  return jnp.array(x, copy=True)
 
 
 def _is_key(x: Any) -> bool:

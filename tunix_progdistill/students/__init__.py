@@ -1,5 +1,6 @@
 """Small models made of large ones."""
 
 from tunix_progdistill.students.layers import from_layers
+from tunix_progdistill.students.layers import num_parameters
 
-__all__ = ["from_layers"]
+__all__ = ["from_layers", "num_parameters"]
