@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix_progdistill import freezing
+from tunix_progdistill import modules
 from tunix_progdistill.engine import batches
-from tunix_progdistill.engine import live
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.engine import step as step_lib
 from tunix_progdistill.objectives import terms
@@ -273,7 +273,7 @@ class Engine:
     The teacher may share arrays with the student, two leaves may be one array,
     and the caller may have kept the initial weights to compare with.
     """
-    moving = live.LiveVariables(
+    moving = modules.LiveVariables(
         self.model, nnx.Any(self._filter, nnx.Not(nnx.Param))
     )
     values = {n: v for n, v in moving.read().items() if n not in self._owned}
@@ -285,7 +285,7 @@ class Engine:
   def eval_step(self, batch: batches.Prepared) -> terms.LossTerms:
     """The evaluation's sums over one batch."""
     if self._eval_step is None:
-      everything = live.LiveVariables(self.model)
+      everything = modules.LiveVariables(self.model)
       step = step_lib.make_eval_step(
           self.objective, nnx.graphdef(self.model), everything.paths
       )
@@ -326,9 +326,9 @@ class _Live:
   ):
     self.graph = nnx.graphdef(model)
     rest = nnx.Not(trainable)
-    self.trainable = live.LiveVariables(model, trainable)
-    self.frozen = live.LiveVariables(model, nnx.All(nnx.Param, rest))
-    self.mutable = live.LiveVariables(
+    self.trainable = modules.LiveVariables(model, trainable)
+    self.frozen = modules.LiveVariables(model, nnx.All(nnx.Param, rest))
+    self.mutable = modules.LiveVariables(
         model, nnx.All(nnx.Not(nnx.Param), rest)
     )
     self.paths = {

@@ -20,13 +20,12 @@ import dataclasses
 from typing import Any
 
 import flax
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
 
+from tunix_progdistill import modules
 from tunix_progdistill.engine import batches
-from tunix_progdistill.engine import live
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.objectives import terms
@@ -52,8 +51,8 @@ class StepState:
     window: None where a window is one micro-batch.
   """
 
-  trainable: live.Values
-  mutable: live.Values
+  trainable: modules.Values
+  mutable: modules.Values
   optimizer: Any
   window: Window | None
 
@@ -101,13 +100,13 @@ class Blueprint:
 
 
 def _loss(blueprint, trainable, frozen, mutable, batch, scalars):
-  model = live.merge(
+  model = modules.merge(
       blueprint.graph, blueprint.paths, trainable, frozen, mutable
   )
   out = blueprint.objective.train_terms(
       model, batch.teacher_output, batch.inputs, scalars, batch.weight
   )
-  return out.total, (out, live.extract(model, mutable))
+  return out.total, (out, modules.extract(model, mutable))
 
 
 def empty_window(
@@ -235,21 +234,11 @@ def _as(new: Any, old: Any) -> Any:
 def make_eval_step(
     objective: terms.Objective, graph: Any,
     paths: Mapping[str, tuple[Any, ...]],
-) -> Callable[[live.Values, batches.Prepared], terms.LossTerms]:
+) -> Callable[[modules.Values, batches.Prepared], terms.LossTerms]:
   """`step(values, batch) -> LossTerms`, the student in eval mode."""
 
-  def step(values: live.Values, batch: batches.Prepared) -> terms.LossTerms:
-    model = evaluating(live.merge(graph, paths, values))
+  def step(values: modules.Values, batch: batches.Prepared) -> terms.LossTerms:
+    model = modules.evaluating(modules.merge(graph, paths, values))
     return objective.eval_terms(model, batch.teacher_output, batch.inputs)
 
   return step
-
-
-def evaluating(model: nnx.Module) -> nnx.Module:
-  """`model` with dropout off and running averages on; it shares its weights."""
-  return nnx.view(
-      model,
-      deterministic=True,
-      use_running_average=True,
-      raise_if_not_found=False,
-  )

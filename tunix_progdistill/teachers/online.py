@@ -7,8 +7,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from tunix_progdistill.engine import live
-from tunix_progdistill.engine import step
+from tunix_progdistill import modules
 
 
 class OnlineTeacher:
@@ -34,11 +33,11 @@ class OnlineTeacher:
     return self._run(self._variables.read(), inputs)
 
   def _bind(self, teacher: nnx.Module) -> None:
-    view = step.evaluating(teacher)
-    graph, variables = nnx.graphdef(view), live.LiveVariables(view)
+    view = modules.evaluating(teacher)
+    graph, variables = nnx.graphdef(view), modules.LiveVariables(view)
     self._teacher, self._variables = teacher, variables
     self._run = jax.jit(
         lambda values, inputs: jax.lax.stop_gradient(
-            self._outputs(live.merge(graph, variables.paths, values), inputs)
+            self._outputs(modules.merge(graph, variables.paths, values), inputs)
         )
     )

@@ -1,4 +1,4 @@
-"""A module's variables, read and written without walking its graph.
+"""An nnx module's variables, read and written without walking its graph.
 
 `nnx.split` and `nnx.update` visit every node of a model in Python: tens of
 milliseconds for a few hundred layers' worth of nodes, at every step. Here the
@@ -68,3 +68,13 @@ def extract(module: nnx.Module, names: Mapping[str, Any]) -> Values:
   flat = nnx.to_flat_state(nnx.state(module))
   found = {freezing.path_name(p): v.get_value() for p, v in flat}
   return {n: found[n] for n in names}
+
+
+def evaluating(model: nnx.Module) -> nnx.Module:
+  """`model` with dropout off and running averages on; it shares its weights."""
+  return nnx.view(
+      model,
+      deterministic=True,
+      use_running_average=True,
+      raise_if_not_found=False,
+  )

@@ -1,0 +1,69 @@
+"""The house: arrows run one way, files are small, nothing is patched."""
+
+import ast
+import pathlib
+
+import pytest
+
+_PACKAGE = pathlib.Path(__file__).parent.parent / "tunix_progdistill"
+
+# A room knows only rooms that stand before it.
+_ROOMS = (
+    "errors", "kernels", "plan", "families", "freezing", "modules", "teachers",
+    "objectives", "strategy", "config", "monitor", "engine", "trainer",
+)
+_BESIDE = {"students": ("errors", "families")}
+_FILES = sorted(_PACKAGE.rglob("*.py"))
+
+
+def _room(path: pathlib.Path) -> str:
+  return path.relative_to(_PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: pathlib.Path):
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module:
+      for alias in node.names:
+        yield f"{node.module}.{alias.name}"
+    elif isinstance(node, ast.Import):
+      for alias in node.names:
+        yield alias.name
+
+
+def _knows(path: pathlib.Path) -> set[str]:
+  """The rooms of this package that a file imports."""
+  parts = [i.split(".") for i in _imports(path)]
+  return {p[1] for p in parts if p[0] == _PACKAGE.name and len(p) > 1}
+
+
+@pytest.mark.parametrize(
+    "path", _FILES, ids=lambda p: str(p.relative_to(_PACKAGE))
+)
+def test_file(path):
+  room = _room(path)
+  if room != "__init__":
+    before = _BESIDE.get(room) or _ROOMS[: _ROOMS.index(room)]
+    assert _knows(path) <= {*before, room}
+  if room == "kernels":
+    assert not any(i.startswith(("flax", "tunix.")) for i in _imports(path))
+  if room == "plan":
+    assert not any(i.startswith(("flax", "jax")) for i in _imports(path))
+  assert len(path.read_text().splitlines()) <= 500
+  assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_import_patches_nothing():
+  """Tunix's functions are the same objects, defaults included, after import."""
+  import subprocess
+  import sys
+
+  code = (
+      "from tunix.models.llama3 import model as m\n"
+      "from tunix.sft import peft_trainer as p\n"
+      "snap = lambda: (m.apply_rope.__defaults__, m.apply_rope,"
+      " dict(vars(p.PeftTrainer)), dict(vars(p)))\n"
+      "before = snap()\n"
+      "import tunix_progdistill\n"
+      "assert before == snap()\n"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
