@@ -7,6 +7,7 @@ import sys
 
 import cache
 import gguf
+import gguf_reader
 import numpy as np
 import prepare
 import pytest
@@ -74,7 +75,7 @@ def _raw(config: weights.Config) -> dict[str, tuple[np.ndarray, object]]:
 def _convert(config, rows=None, **changes):
   raw = _raw(config) | changes
   raw = {k: v for k, v in raw.items() if v is not None}
-  return weights.convert_tensors(raw, config, rows, progress=False)
+  return weights.convert_tensors(raw, config, rows)
 
 
 def _write_gguf(path, config: weights.Config, **metadata: str) -> None:
@@ -106,6 +107,36 @@ def _write_gguf(path, config: weights.Config, **metadata: str) -> None:
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
+
+
+class TestGgufReader:
+
+  def test_same_as_the_reader_of_gguf(self, config, tmp_path):
+    path = tmp_path / "m.gguf"
+    _write_gguf(path, config)
+    ours, theirs = gguf_reader.GgufReader(path), gguf.GGUFReader(path)
+    assert set(ours.tensors) == {t.name for t in theirs.tensors}
+    for tensor in theirs.tensors:
+      value, kind = ours.tensors[tensor.name]
+      assert kind == tensor.tensor_type
+      np.testing.assert_array_equal(value, tensor.data)
+    for key, value in ours.fields.items():
+      assert value == theirs.get_field(key).contents(), key
+
+  @pytest.mark.parametrize("size", [10, 3000, -1])
+  def test_a_file_that_is_cut_short(self, config, tmp_path, size):
+    path = tmp_path / "m.gguf"
+    _write_gguf(path, config)
+    data = path.read_bytes()
+    path.write_bytes(data[:size] if size > 0 else data[:-5000])
+    with pytest.raises(ValueError, match=r"bytes or more.*is cut short"):
+      gguf_reader.GgufReader(path)
+
+  @pytest.mark.parametrize("head", [b"GGML\3\0\0\0", b"GGUF\1\0\0\0"])
+  def test_another_format(self, tmp_path, head):
+    (tmp_path / "m.gguf").write_bytes(head + bytes(16))
+    with pytest.raises(ValueError, match=r"must be a GGUF file of version"):
+      gguf_reader.GgufReader(tmp_path / "m.gguf")
 
 
 class TestWeights:
@@ -142,7 +173,7 @@ class TestWeights:
     raw = _raw(config)
     short = dataclasses.replace(config, num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"does not know: blk\.1\."):
-      weights.convert_tensors(raw, short, progress=False)
+      weights.convert_tensors(raw, short)
 
   def test_a_wrong_shape_is_named(self, config):
     wrong = (np.zeros((64, 16), np.float32), _F32)
@@ -169,7 +200,7 @@ class TestWeights:
     file = weights.GgufFile(tmp_path / "m.gguf")
     assert file.config == config
     assert file.tokenizer() == model
-    tensors = file.tensors(progress=False)
+    tensors = file.tensors()
     want = _raw(config)["blk.0.attn_q.weight"][0]
     np.testing.assert_allclose(
         tensors["model.layers.0.self_attn.q_proj.weight"], want, atol=0.03
@@ -210,7 +241,7 @@ class TestVocabulary:
 
   @pytest.fixture(name="kept")
   def _kept(self, model):
-    return vocabulary.choose_pieces(model, _TEXTS, 274, progress=False)
+    return vocabulary.choose_pieces(model, _TEXTS, 274)
 
   @pytest.fixture(name="tokenizer")
   def _tokenizer(self, model, kept):
@@ -237,7 +268,7 @@ class TestVocabulary:
       ],
   )
   def test_rare_pieces_give_way_to_their_parts(self, model, size, extra):
-    kept = vocabulary.choose_pieces(model, _TEXTS, size, progress=False)
+    kept = vocabulary.choose_pieces(model, _TEXTS, size)
     pieces = [_pieces()[i][0] for i in kept]
     fixed = set("\u2581thenca\n")
     assert len(kept) == size
@@ -274,10 +305,10 @@ class TestVocabulary:
 
   def test_too_small_a_size(self, model):
     with pytest.raises(ValueError, match=r"size must be >= 269, .*got 100"):
-      vocabulary.choose_pieces(model, _TEXTS, 100, progress=False)
+      vocabulary.choose_pieces(model, _TEXTS, 100)
 
   def test_unused_pieces_do_not_fill_up(self, model):
-    kept = vocabulary.choose_pieces(model, _TEXTS, 10_000, progress=False)
+    kept = vocabulary.choose_pieces(model, _TEXTS, 10_000)
     assert len(kept) == 275 < len(_pieces())
 
   def test_kept_is_checked(self, model):
@@ -309,7 +340,7 @@ class _Letters:
 class TestText:
 
   def test_every_window_starts_with_bos(self):
-    windows = text_lib.pack(["abcdefg", "hij"], _Letters(), 5, progress=False)
+    windows = text_lib.pack(["abcdefg", "hij"], _Letters(), 5)
     assert windows.tokens.dtype == np.int32
     assert windows.tokens.shape == windows.input_mask.shape == (4, 5)
     assert np.all(windows.tokens[:, 0] == _Letters.bos_id)
@@ -321,8 +352,8 @@ class TestText:
 
   def test_max_windows_is_a_prefix(self):
     texts = ["abcdefg", "hij", "klm"]
-    all_of_it = text_lib.pack(texts, _Letters(), 4, progress=False)
-    some = text_lib.pack(texts, _Letters(), 4, 3, 100, progress=False)
+    all_of_it = text_lib.pack(texts, _Letters(), 4)
+    some = text_lib.pack(texts, _Letters(), 4, 3, 100)
     np.testing.assert_array_equal(some.tokens, all_of_it.tokens[:3])
     assert np.all(some.input_mask)
     assert some.example_ids.tolist() == [100, 101, 102]
@@ -337,7 +368,7 @@ class TestText:
   )
   def test_pack_rejects(self, texts, length, most, match):
     with pytest.raises(ValueError, match=match):
-      text_lib.pack(texts, _Letters(), length, most, progress=False)
+      text_lib.pack(texts, _Letters(), length, most)
 
   def test_split_is_by_document(self):
     texts = [f"document {i}" for i in range(1000)]
@@ -367,7 +398,7 @@ class TestText:
 
   def _windows(self, n: int) -> text_lib.Windows:
     texts = [chr(97 + i % 26) * 4 for i in range(n)]
-    windows = text_lib.pack(texts, _Letters(), 7, n, progress=False)
+    windows = text_lib.pack(texts, _Letters(), 7, n)
     assert len(windows) == n
     return windows
 
@@ -540,9 +571,9 @@ class TestTeacher:
     tensors[weights.EMBEDDING][:] = 0.0
     weights.write_checkpoint(tmp_path, tensors, config, model)
     loaded, _ = teacher.load(tmp_path)
-    windows = text_lib.pack(["abcdefghij"] * 2, _Letters(), 7, progress=False)
+    windows = text_lib.pack(["abcdefghij"] * 2, _Letters(), 7)
     assert teacher.perplexity(
-        loaded, windows, batch_size=2, progress=False
+        loaded, windows, batch_size=2
     ) == pytest.approx(config.vocab_size, rel=1e-5)
 
   @pytest.mark.parametrize("value", [302.0, float("nan"), float("inf")])
@@ -586,8 +617,8 @@ class TestPrepare:
     ids = np.concatenate([first.train.example_ids, first.held_out.example_ids])
     assert ids.tolist() == list(range(28))
     assert np.all(first.train.tokens[:, 0] == first.tokenizer.bos_id)
-    assert first.unigram_counts.shape == (len(first.tokenizer),)
-    assert first.unigram_counts.sum() == 20 * 15
+    assert first.unigram_log_probs.shape == (len(first.tokenizer),)
+    assert np.exp(first.unigram_log_probs).sum() == pytest.approx(1.0)
     assert first.perplexity == second.perplexity
     assert not list(cache.root().glob(".partial-*"))
 
@@ -596,6 +627,13 @@ class TestPrepare:
     bigger = dataclasses.replace(options, vocabulary_size=278)
     assert prepare.prepare(bigger).folder != first.folder
     assert len(calls) == 2
+
+  def test_unigram_log_probs(self):
+    np.testing.assert_allclose(
+        np.exp(prepare.unigram_log_probs(np.array([0, 3, 1]))),
+        np.array([0.5, 3.5, 1.5]) / 5.5,
+        rtol=1e-6,
+    )
 
   @pytest.mark.parametrize(
       "change",
