@@ -9,7 +9,7 @@ _PACKAGE = pathlib.Path(__file__).parent.parent / "tunix_progdistill"
 
 # A room knows only rooms that stand before it.
 _ROOMS = (
-    "errors", "kernels", "plan", "families", "freezing", "modules", "teachers",
+    "errors", "kernels", "plan", "modules", "families", "freezing", "teachers",
     "objectives", "strategy", "config", "monitor", "engine", "trainer",
 )
 _BESIDE = {"students": ("errors", "families")}

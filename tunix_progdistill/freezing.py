@@ -4,7 +4,6 @@ from collections.abc import Iterable
 import difflib
 import math
 import re
-from typing import Any
 
 from absl import logging
 from flax import nnx
@@ -12,12 +11,8 @@ import jax.numpy as jnp
 
 from tunix_progdistill import errors
 from tunix_progdistill import families
+from tunix_progdistill import modules
 from tunix_progdistill.plan import stages
-
-
-def path_name(path: Iterable[Any]) -> str:
-  """`('layers', 3, 'attn', 'w')` as `layers/3/attn/w`."""
-  return "/".join(str(part) for part in path)
 
 
 def parameter_sizes(
@@ -31,7 +26,7 @@ def parameter_sizes(
   for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
     value = variable.get_value()
     if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating):
-      sizes[path_name(path)] = value.size
+      sizes[modules.path_name(path)] = value.size
   return sizes
 
 
@@ -153,4 +148,4 @@ def _below(family: families.Family, path: str, count: int) -> bool:
 
 def filter_of(paths: frozenset[str]) -> nnx.filterlib.Filter:
   """An nnx filter for the leaves at `paths`."""
-  return lambda path, _: path_name(path) in paths
+  return lambda path, _: modules.path_name(path) in paths

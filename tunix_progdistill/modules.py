@@ -5,14 +5,19 @@ milliseconds for a few hundred layers' worth of nodes, at every step. Here the
 walk is done once, when a stage starts, and a step passes plain arrays by name.
 """
 
+from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
-from tunix_progdistill import freezing
-
 Values = dict[str, Any]
+
+
+def path_name(path: Iterable[Any]) -> str:
+  """`('layers', 3, 'attn', 'w')` as `layers/3/attn/w`."""
+  return "/".join(str(part) for part in path)
 
 
 class LiveVariables:
@@ -23,12 +28,16 @@ class LiveVariables:
 
   def __init__(self, module: nnx.Module, which: nnx.filterlib.Filter = ...):
     self.paths = {
-        freezing.path_name(path): path
+        path_name(path): path
         for path, _ in nnx.to_flat_state(nnx.state(module, which))
     }
     self._variables = {
         name: _follow(module, path) for name, path in self.paths.items()
     }
+
+  def __iter__(self) -> Iterator[tuple[str, nnx.Variable]]:
+    """(name, variable), each variable once, under its first path."""
+    return iter(self._variables.items())
 
   def read(self) -> Values:
     """The current values."""
@@ -66,7 +75,7 @@ def merge(
 def extract(module: nnx.Module, names: Mapping[str, Any]) -> Values:
   """The values of the variables in `names`; others, such as sown ones, stay."""
   flat = nnx.to_flat_state(nnx.state(module))
-  found = {freezing.path_name(p): v.get_value() for p, v in flat}
+  found = {path_name(p): v.get_value() for p, v in flat}
   return {n: found[n] for n in names}
 
 

@@ -15,6 +15,7 @@ from tunix.distillation.strategies import logit
 
 from tunix_progdistill import errors
 from tunix_progdistill import families
+from tunix_progdistill import modules
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.objectives import logits as logit_objective
 from tunix_progdistill.objectives import terms
@@ -113,9 +114,11 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
   def teacher_logits(
       self, teacher_model: nnx.Module, inputs: Mapping[str, Any]
   ) -> jax.Array:
-    """The teacher's logits, without gradient."""
+    """The teacher's logits, in eval mode and without gradient."""
     with families.tracing(teacher_model):
-      return super().get_teacher_outputs(teacher_model, dict(inputs))
+      return super().get_teacher_outputs(
+          modules.evaluating(teacher_model), dict(inputs)
+      )
 
   def get_student_outputs(
       self, student_model: nnx.Module, inputs: Mapping[str, Any]

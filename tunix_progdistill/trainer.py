@@ -19,6 +19,7 @@ from tunix.sft import utils as sft_utils
 from tunix_progdistill import config as config_lib
 from tunix_progdistill import errors
 from tunix_progdistill import families
+from tunix_progdistill import modules
 from tunix_progdistill import strategy as strategy_lib
 from tunix_progdistill.engine import batches
 from tunix_progdistill.engine import checkpoints
@@ -72,6 +73,11 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
           "teacher_model", "must be an nnx.Module",
           type(teacher_model).__name__, "load the teacher first",
       )
+    wrt = (
+        nnx.LoRAParam if sft_utils.is_lora_enabled(student_model)
+        else nnx.Param
+    )
+    _check_apart(student_model, teacher_model, wrt)
     families.check_pair(student_model, teacher_model)
     checkpoints.check_writable(training_config.checkpoint_root_directory)
     section = config_lib.as_progressive(
@@ -107,10 +113,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
             )
             if ours else foreign.ForeignObjective(strategy)
         ),
-        wrt=(
-            nnx.LoRAParam if sft_utils.is_lora_enabled(student_model)
-            else nnx.Param
-        ),
+        wrt=wrt,
         accumulation=accumulation,
         max_grad_norm=section.max_grad_norm,
     )
@@ -131,6 +134,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         student_model, teacher_model, strategy, optax.set_to_zero(),
         training_config,
     )
+    self.gen_model_input_fn = _model_inputs
     if hasattr(self, "grad_accumulator"):
       self.grad_accumulator = None  # the step accumulates by itself
 
@@ -213,10 +217,13 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     hooks = self.data_hooks  # type: ignore[has-type]
     if hooks is not None:
       self.data_hooks = batches.CompleteWindowsHooks(hooks, self._accumulation)
+    self._engine.take_over()
     self._meter.restart()
     try:
       super().train(
-          batches.complete_windows(train_ds, self._accumulation)
+          batches.complete_windows(
+              train_ds, self._accumulation, self._engine.run_state.fillers
+          )
           if hooks is None else train_ds,
           eval_ds,
           cache_nnx_graph=cache_nnx_graph,
@@ -249,8 +256,11 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     """
     if isinstance(input_data, batches.Filler):
       assert self._last_prepared is not None
+      self._engine.run_state = self._engine.run_state.with_filler()
       return dataclasses.replace(self._last_prepared, weight=np.float32(0.0))
-    inputs = self.gen_model_input_fn(_with_attributes(input_data))["inputs"]
+    if isinstance(input_data, dict):
+      input_data = _Batch(input_data)
+    inputs = self.gen_model_input_fn(input_data)["inputs"]
     # On the mesh first, so that the teacher runs on each device's rows.
     inputs = sharding_utils.shard_input(
         inputs, self.config.data_sharding_axis
@@ -316,21 +326,43 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     return ["loss", "perplexity", "distill/kl_div", "progressive/stage"]
 
 
-def _with_attributes(batch: Any) -> Any:
-  """A dict batch, as grain gives it, in the form of Tunix's TrainingInput."""
-  if isinstance(batch, dict):
-    return _Attributes(batch)
-  return batch
+class _Batch(dict):
+  """A dict batch, as grain gives it, with attributes as in TrainingInput."""
+
+  def __getattr__(self, name: str) -> Any:
+    if name not in self:
+      raise AttributeError(
+          f"batch must hold {name!r}, got {sorted(self)}; add it, or pass "
+          "with_gen_model_input_fn"
+      )
+    return self[name]
 
 
-class _Attributes:
-  """A dict's entries as attributes."""
+def _model_inputs(batch: Any) -> dict[str, Any]:
+  """Tokens and mask, as in Tunix, and a loss mask where the batch has one."""
+  inputs = {"input_tokens": batch.input_tokens, "input_mask": batch.input_mask}
+  if (loss_mask := getattr(batch, "loss_mask", None)) is not None:
+    inputs["loss_mask"] = loss_mask
+  return {"inputs": inputs}
 
-  def __init__(self, entries: dict[str, Any]):
-    self.__dict__.update(entries)
 
-  def __getitem__(self, key: str) -> Any:
-    return self.__dict__[key]
+def _check_apart(
+    student: nnx.Module, teacher: nnx.Module, wrt: nnx.filterlib.Filter
+) -> None:
+  """Raises ValueError where training the student would change the teacher.
+
+  Sharing arrays is fine, and so are variables that never train (the base of a
+  LoRA student).
+  """
+  moving = nnx.Any(wrt, nnx.Not(nnx.Param))
+  ours = {id(v): n for n, v in modules.LiveVariables(student, moving)}
+  shared = [ours[id(v)] for _, v in modules.LiveVariables(teacher)
+            if id(v) in ours]
+  if shared:
+    raise errors.invalid(
+        "teacher_model", "must not share variables with student_model",
+        shared[:3], "pass a copy: nnx.clone(teacher_model)",
+    )
 
 
 def _with_length(

@@ -38,7 +38,9 @@ _EMPTY = (
 )
 
 
-def complete_windows(batches: Iterable[Any], every: int) -> Iterator[Any]:
+def complete_windows(
+    batches: Iterable[Any], every: int, earlier_fillers: int = 0
+) -> Iterator[Any]:
   """Yields `batches`, and fills up the last accumulation window.
 
   Micro-batches left over at the end of the data would otherwise be computed
@@ -47,17 +49,21 @@ def complete_windows(batches: Iterable[Any], every: int) -> Iterator[Any]:
   Args:
     batches: the training data.
     every: micro-batches per update.
+    earlier_fillers: how many fillers this run has used before. A resumed run
+      skips as many items as it has taken; these stand first, so that no batch
+      is skipped in a filler's place.
 
   Raises:
     ValueError: there is not one batch.
   """
+  yield from (FILLER for _ in range(earlier_fillers))
   number = 0
   for batch in batches:
     number += 1
     yield batch
   if number == 0:
     raise ValueError(_EMPTY)
-  for _ in range(-number % every):
+  for _ in range(-(earlier_fillers + number) % every):
     yield FILLER
 
 

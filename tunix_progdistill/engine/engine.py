@@ -267,6 +267,14 @@ class Engine:
     self._compiles[self._stage] += 1
     return step.lower(*args).compile()
 
+  def take_over(self) -> None:
+    """Makes the student's leaves the engine's own again, at the next step.
+
+    To be called when somebody else may have set them.
+    """
+    self._owned = set()
+    self._live = None
+
   def _own(self) -> None:
     """Copies leaves that somebody else may hold, once, before they are donated.
 

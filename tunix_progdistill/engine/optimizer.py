@@ -334,8 +334,17 @@ def make(
     update: see `grouped`.
   """
   paths = frozenset().union(*groups.values())
-  return nnx.Optimizer(
-      model,
-      grouped(spec, groups, carried=carried, update=update),
-      wrt=nnx.All(wrt, freezing.filter_of(paths)),
+  which = nnx.All(wrt, freezing.filter_of(paths))
+  optimizer = nnx.Optimizer(
+      model, grouped(spec, groups, carried=carried, update=update), wrt=which
   )
+  # A state that holds one array twice, or a parameter, cannot be donated.
+  seen = {id(x) for x in jax.tree.leaves(nnx.state(model))}
+  for variable in jax.tree.leaves(
+      optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  ):
+    value = variable.get_value()
+    if id(value) in seen:
+      variable.set_value(jnp.array(value, copy=True))
+    seen.add(id(value))
+  return optimizer

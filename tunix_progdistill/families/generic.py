@@ -1,8 +1,11 @@
 """Any other nnx model, by discovery: its layers stand in one list."""
 
+import re
+
 from flax import nnx
 
 from tunix_progdistill import errors
+from tunix_progdistill import modules
 from tunix_progdistill.families import base
 
 
@@ -45,12 +48,27 @@ def discover(model: nnx.Module) -> base.Family:
         longest or "no list",
         "choose parameters by trainable= or frozen= rules",
     )
-  inputs = []
-  for path, node in nnx.iter_graph(model):
-    if isinstance(node, nnx.Embed):
-      name = "/".join(map(str, path))
-      if not name.startswith(f"{longest[0]}/"):
-        inputs.append(f"{name}/.*")
   return base.Family(
-      name="generic", layers=longest[0], inputs=tuple(inputs)
+      name="generic", layers=longest[0], inputs=_inputs(model, longest[0])
+  )
+
+
+def _inputs(model: nnx.Module, layers: str) -> tuple[str, ...]:
+  """The paths of the embeddings' variables outside the layers.
+
+  By identity, for a head that is tied to an embedding may hold the variable
+  under the name that nnx knows it by.
+  """
+  embeddings = {
+      id(variable)
+      for path, node in nnx.iter_graph(model)
+      if isinstance(node, nnx.Embed)
+      and not modules.path_name(path).startswith(f"{layers}/")
+      for variable in vars(node).values()
+      if isinstance(variable, nnx.Variable)
+  }
+  return tuple(
+      re.escape(name)
+      for name, variable in modules.LiveVariables(model)
+      if id(variable) in embeddings
   )

@@ -21,6 +21,7 @@ cross-entropy): see `objectives.logits.eval_terms`, and
 import time
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -105,7 +106,10 @@ class EvalSums:
     """(mean loss, metrics) over all batches; empties itself."""
     sums, self._sums, self._mean = self._sums, None, np.float32(0.0)
     assert sums is not None  # Tunix writes no record of an empty evaluation
-    count = max(float(sums.count), 1.0)
+    count = float(sums.count)
+    if not count:
+      logging.warning("The evaluation data hold no valid token.")
+      count = float("nan")
     values = {k: float(v) / count for k, v in sums.parts.items()}
     for who in ("student", "teacher"):
       if (ce := values.get(f"distill/{who}_cross_entropy")) is not None:

@@ -124,8 +124,10 @@ def train_terms(
     )
     parts["distill/kl_div_tau1"] = reduce.masked_sum(at_one, where)
   alpha = jnp.asarray(alpha)
+  # A term of weight 0 must not be able to hurt: 0 * inf is NaN.
+  weigh = lambda w, x: jnp.where(w > 0, w * x, 0.0)
   return terms.LossTerms(
-      total=alpha * soft + (1.0 - alpha) * hard,
+      total=weigh(alpha, soft) + weigh(1.0 - alpha, hard),
       count=reduce.count(where),
       parts=parts,
   )

@@ -43,15 +43,20 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState:
-  """The append-only list of a run's events.
+  """The append-only list of a run's events, and its count of fillers.
 
   The count of updates is Tunix's `train_steps`; everything else that a resumed
   run needs to know is here. Stage, temperature, alpha and rate are
   f(update, events), so that a run resumed from a checkpoint that holds the
   events goes on exactly where it stopped.
+
+  Attributes:
+    events: in the order of their updates.
+    fillers: micro-batches so far that only filled up a window.
   """
 
   events: tuple[Event, ...] = ()
+  fillers: int = 0
 
   def append(self, event: Event) -> "RunState":
     if self.events and event.update < self.events[-1].update:
@@ -59,11 +64,18 @@ class RunState:
           "event.update", "must not lie before the last event's",
           event.update, f"the last event is at {self.events[-1].update}",
       )
-    return RunState(events=(*self.events, event))
+    return dataclasses.replace(self, events=(*self.events, event))
+
+  def with_filler(self) -> "RunState":
+    """This state after one more micro-batch that only filled up a window."""
+    return dataclasses.replace(self, fillers=self.fillers + 1)
 
   def to_json(self) -> dict[str, Any]:
-    return {"events": [dataclasses.asdict(e) for e in self.events]}
+    return dataclasses.asdict(self)
 
   @classmethod
   def from_json(cls, data: Mapping[str, Any]) -> "RunState":
-    return cls(events=tuple(Event(**e) for e in data["events"]))
+    return cls(
+        events=tuple(Event(**e) for e in data["events"]),
+        fillers=data["fillers"],
+    )
