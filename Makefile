@@ -9,15 +9,16 @@ PYTHON ?= python3
 TUNIX ?=
 ARGS ?=
 VENVS ?= .venv
-VENV := $(VENVS)/$(notdir $(PYTHON))$(if $(TUNIX),-tunix-$(shell printf %s '$(abspath $(TUNIX))' | cksum | cut -d' ' -f1))
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VENV := $(VENVS)/$(VERSION)$(if $(TUNIX),-tunix-$(shell printf %s '$(abspath $(TUNIX))' | cksum | cut -d' ' -f1))
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-all lint types format clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "PYTHON must be 3.11 or newer, got $$($(PYTHON) --version 2>&1); set PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "PYTHON must be 3.11 or newer, got $(PYTHON) $(VERSION); set PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
