@@ -129,14 +129,18 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     self._skip_jit = False
     self._logged_rate: Any = None
     self._accumulation = accumulation
-    # The optimizer is the engine's: what Tunix builds here must hold nothing.
+    # Optimizer and accumulation are the engine's: what Tunix's constructor
+    # builds for them must hold no memory. It gets the real config back in the
+    # setter of `checkpoint_manager`.
+    self._real_config = training_config
+    bare = copy.copy(training_config)
+    bare.gradient_accumulation_steps = None
     super().__init__(
-        student_model, teacher_model, strategy, optax.set_to_zero(),
-        training_config,
+        student_model, teacher_model, strategy, optax.set_to_zero(), bare
     )
     self.gen_model_input_fn = _model_inputs
     if hasattr(self, "grad_accumulator"):
-      self.grad_accumulator = None  # the step accumulates by itself
+      self.grad_accumulator = None
 
   # -- what Tunix's constructor assigns, in this order
 
@@ -157,6 +161,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
   @checkpoint_manager.setter
   def checkpoint_manager(self, value: Any) -> None:
     value.close()
+    self.config = self._real_config
     self._checkpoint_manager = resume.RunCheckpoints(
         checkpoints.CheckpointManager(
             self.config.checkpoint_root_directory,

@@ -80,7 +80,7 @@ class CompleteWindowsHooks(hooks.DataHooks):
     if batch is not None:
       self._number += 1
       return batch
-    if self._number == 0:
+    if self._number == 0 and train_ctx.train_steps == 0:
       raise ValueError(_EMPTY)
     if self._number % self._every:
       self._number += 1

@@ -74,7 +74,7 @@ def understand(argument: Argument, *, stages_with_rate: list[bool]) -> Spec:
     raise _accumulates()
   if isinstance(argument, optax.GradientTransformation):
     state = jax.eval_shape(argument.init, _probe())
-    if _find(state, lambda x: isinstance(x, optax.MultiStepsState)):
+    if _accumulating(argument):
       raise _accumulates()
     injected = _find(state, _injects_rate)
     spec = Spec(INJECTED if injected else PLAIN, argument)
@@ -107,11 +107,15 @@ def understand(argument: Argument, *, stages_with_rate: list[bool]) -> Spec:
       )
   spec = Spec(FACTORY, argument)
   made = spec.argument(1.0)
+  if isinstance(made, optax.MultiSteps):
+    raise _accumulates()
   if not isinstance(made, optax.GradientTransformation):
     raise errors.invalid(
         "optimizer", "must return a GradientTransformation",
         type(made).__name__, "pass a factory such as optax.adamw",
     )
+  if _accumulating(made):
+    raise _accumulates()
   if len(stages_with_rate) > 1 and _couples_leaves(spec):
     raise errors.invalid(
         "optimizer", "must treat every parameter by itself",
@@ -128,6 +132,11 @@ def _accumulates() -> ValueError:
   )
 
 
+def _accumulating(tx: optax.GradientTransformation) -> bool:
+  state = jax.eval_shape(tx.init, _probe())
+  return bool(_find(state, lambda x: isinstance(x, optax.MultiStepsState)))
+
+
 def _probe() -> dict[str, jax.Array]:
   return {"a": jnp.full((2, 2), 0.5), "b": jnp.full((2, 2), 0.25)}
 
@@ -135,14 +144,23 @@ def _probe() -> dict[str, jax.Array]:
 def _couples_leaves(spec: Spec) -> bool:
   """Whether two leaves together are updated otherwise than each alone.
 
-  A clip by global norm inside a factory would become one clip per group.
+  A clip by global norm inside a factory would become one clip per group. Two
+  updates are compared, for Adam's first one forgets the gradient's scale.
   """
   params = _probe()
-  grads = {"a": jnp.full((2, 2), 300.0), "b": jnp.full((2, 2), 4.0)}
   tx = spec.at(jnp.float32(1.0))
-  update = lambda g, p: tx.update(g, tx.init(p), p)[0]
-  both = update(grads, params)
-  alone = {k: update({k: grads[k]}, {k: params[k]})[k] for k in params}
+
+  def last_update(names):
+    p = {k: params[k] for k in names}
+    state = tx.init(p)
+    updates = p
+    for sizes in ({"a": 300.0, "b": 4.0}, {"a": 1e-3, "b": 4.0}):
+      grads = {k: jnp.full((2, 2), sizes[k]) for k in names}
+      updates, state = tx.update(grads, state, p)
+    return updates
+
+  both = last_update(params)
+  alone = {k: last_update([k])[k] for k in params}
   return any(
       not np.allclose(both[k], alone[k], rtol=1e-4, atol=1e-7) for k in params
   )
@@ -262,7 +280,7 @@ def grouped(
     for group in sorted(groups):
       paths = sorted(groups[group])
       inner = state[group]
-      if spec.kind == INJECTED and learning_rate is not None:
+      if learning_rate is not None:
         inner = _set_rate(inner, learning_rate)
       out, new_state[group] = tx.update(
           {k: g[k] for k in paths}, inner, {k: p[k] for k in paths}, **extra

@@ -34,7 +34,7 @@ def _kl_token(
   log_p = jax.nn.log_softmax(teacher / temperature)
   log_q = jax.nn.log_softmax(student / temperature)
   p, q = jnp.exp(log_p), jnp.exp(log_q)
-  supported = p > 0
+  supported = p != 0  # NaN counts: a broken teacher must show
   # Both where's: the branch that is not taken must not hold inf - inf.
   d = jnp.where(
       supported,

@@ -55,6 +55,14 @@ def from_layers(teacher: nnx.Module, layers: Sequence[int]) -> nnx.Module:
           "choose one of "
           f"{[j for j, k in enumerate(kinds) if k == kinds[position]]}",
       )
+  if getattr(
+      getattr(teacher, "config", None), "per_layer_input_dim", None
+  ):
+    raise errors.invalid(
+        "teacher", "must not have embeddings per layer (Gemma 4's "
+        "per_layer_input_dim)", type(teacher).__name__,
+        "build the student from its own config",
+    )
   student: Any = _copy(teacher)
   kept = [_copy(source[i]) for i in layers]
   *parents, name = path

@@ -1,0 +1,755 @@
+"""What the package leans on in Tunix, in one table.
+
+Tunix promises none of its private names, and few of its public ones. When one
+moves, the line of the table that fails says where the package uses it.
+"""
+
+import ast
+import collections
+from collections.abc import Callable
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import pathlib
+import re
+import textwrap
+from typing import Any
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tunix
+from tunix.distillation import distillation_trainer
+from tunix.distillation import strategies
+from tunix.distillation.strategies import base_strategy
+from tunix.distillation.strategies import logit
+from tunix.sft import checkpoint_manager
+from tunix.sft import hooks
+from tunix.sft import inflight_throttler
+from tunix.sft import metrics_logger
+from tunix.sft import peft_trainer
+from tunix.sft import sharding_utils
+from tunix.sft import utils as sft_utils
+
+from tests import toys
+import tunix_progdistill
+
+_PACKAGE = pathlib.Path(tunix_progdistill.__file__).parent
+_Peft = peft_trainer.PeftTrainer
+_Distill = distillation_trainer.DistillationTrainer
+_Config = distillation_trainer.TrainingConfig
+
+
+class Line(NamedTuple):
+  """One thing that Tunix must go on having.
+
+  Attributes:
+    name: the attribute.
+    used_in: the modules of the package that use it.
+    must: what it must be like.
+    holds: says whether it is; may raise.
+  """
+
+  name: str
+  used_in: str
+  must: str
+  holds: Callable[[], Any]
+
+
+def _parameters(function) -> list[str]:
+  return list(inspect.signature(function).parameters)
+
+
+def _takes(function, *names: str, exactly: bool = False):
+  """A check that `function` has these parameters, in this order, first."""
+
+  def check():
+    found = _parameters(function)
+    return found == list(names) if exactly else (
+        found[: len(names)] == list(names)
+    )
+
+  return check
+
+
+def _source(function) -> str:
+  return textwrap.dedent(inspect.getsource(function))
+
+
+def _says(function, *patterns: str):
+  """A check that the source has these patterns, one after the other."""
+
+  def check():
+    source = _source(function)
+    for pattern in patterns:
+      found = re.search(pattern, source)
+      if not found:
+        return False
+      source = source[found.end():]
+    return True
+
+  return check
+
+
+def _field(kind, name, *default):
+  def check():
+    field = {f.name: f for f in dataclasses.fields(kind)}[name]
+    return not default or field.default == default[0]
+
+  return check
+
+
+def _stock(**kwargs) -> _Distill:
+  """A Tunix trainer over tables, not ours."""
+  return _Distill(
+      toys.Table([toys.F1_STUDENT]),
+      toys.Table([toys.F1_TEACHER]),
+      logit.LogitStrategy(
+          toys.forward, toys.forward,
+          lambda input_tokens, input_mask: jax.nn.one_hot(input_tokens, 3),
+      ),
+      optax.sgd(0.1),
+      _Config(eval_every_n_steps=1000, **kwargs),
+  )
+
+
+class _Spy(_Distill):
+  """Writes down what the constructor assigns, and when."""
+
+  def __setattr__(self, name, value):
+    self.__dict__.setdefault("order", []).append(name)
+    super().__setattr__(name, value)
+
+
+def _constructor_order():
+  order = _Spy(
+      toys.Table([toys.F1_STUDENT]), toys.Table([toys.F1_TEACHER]),
+      _stock().strategy, optax.sgd(0.1), _Config(eval_every_n_steps=1),
+  ).order
+  places = [
+      order.index(name)
+      for name in ("config", "optimizer", "checkpoint_manager", "_train_steps")
+  ]
+  # _train_steps is set again, by maybe_restore, after all of them.
+  return places == sorted(places) and order.count("_train_steps") >= 2
+
+
+def _runs_own_step():
+  """The loop calls what `jit_train_and_eval_step` returned, with one batch."""
+  trainer = _stock()
+  calls = []
+
+  class Step:
+    """A dispatcher as ours."""
+
+    @property
+    def func(self):
+      return self
+
+    @property
+    def jitted_fn(self):
+      return self
+
+    def _cache_size(self):
+      calls.append("size")
+      return 0
+
+    def __call__(self, *args, **kwargs):
+      calls.append((len(args), sorted(kwargs)))
+      return jnp.float32(2.5), {"aux": 1}, jnp.float32(0.5)
+
+  def build(skip_jit=False, cache_nnx_graph=False):
+    calls.append(("built", skip_jit, cache_nnx_graph))
+    return Step(), None
+
+  seen = []
+  trainer.jit_train_and_eval_step = build
+  trainer._post_process_train_step = seen.append
+  trainer.train([toys.batch([[0]])] * 2)
+  flags = ["is_update_step"] if hasattr(trainer, "grad_accumulator") else []
+  assert calls == [("built", False, True), "size", (1, flags), (1, flags)]
+  assert seen == [{"aux": 1}] * 2
+  return toys.history(trainer, "loss").tolist() == [2.5, 2.5]
+
+
+_loop_order = _says(
+    _Peft.train, r"self\._prepare_inputs\(", r"on_train_step_start",
+    r"= train_step\(", r"self\._buffer_metrics\(",
+    r"self\._post_process_train_step\(",
+    r"self\._write_train_metrics\(\)", r"self\.checkpoint_manager\.save\(",
+)
+
+_eval_order = _says(
+    _Peft._run_eval, r"self\._switch_mode\(", r"self\._prepare_inputs\(",
+    r"loss, aux = eval_step_fn\(", r"eval_loss \+= loss",
+    r"self\._write_metrics\(", r"on_eval_step_end\(self, eval_loss\)",
+)
+
+
+def _buffer_is_as_written():
+  buffer = peft_trainer.MetricsBuffer(step=0, losses=[np.float32(1.5)])
+  buffer.additional_metrics = {"x": ([1.0], np.mean)}
+  buffer.losses = [np.float32(2.5)]
+  return float(buffer.loss) == 2.5
+
+
+def _item_names():
+  """Names of the items of a Tunix checkpoint; ours have the same."""
+  source = _source(checkpoint_manager.CheckpointManager)
+  found = set(re.findall(r"'(model_params|optimizer_state)'", source))
+  return found == {"model_params", "optimizer_state"}
+
+
+def _rope_default(module):
+  def check():
+    function = importlib.import_module(module).apply_rope
+    parameter = inspect.signature(function).parameters["rope_theta"]
+    assert function.__defaults__[-1] == parameter.default or (
+        parameter.default in function.__defaults__
+    )
+    return parameter.default == 1_000_000
+
+  return check
+
+
+def _model_class(family, name):
+  def check():
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    kind = getattr(module, name)
+    assert kind.__module__.startswith(f"tunix.models.{family}.")
+    source = inspect.getsource(kind.__init__)
+    assert re.search(r"self\.embedder = ", source)
+    assert re.search(r"self\.layers = ", source)
+    assert re.search(r"self\.final_norm = ", source)
+    fields = {f.name for f in dataclasses.fields(module.ModelConfig)}
+    assert fields & {"num_embed", "vocab_size"}
+    assert "num_layers" in fields
+    return _parameters(kind.__call__)[1:5] in (
+        ["last_tokens", "positions", "cache", "attention_mask"],
+        ["input_tokens", "positions", "cache", "attention_mask"],
+        ["tokens", "positions", "cache", "attention_mask"],
+    )
+
+  return check
+
+
+def _gemma3_kinds():
+  model = toys.gemma3_model()
+  kinds = [layer.attn.attn_type.name for layer in model.layers]
+  return kinds == ["LOCAL_SLIDING"] * 5 + ["GLOBAL"]
+
+
+def _positions_and_mask():
+  mask = jnp.array([[False, True, True, False]])
+  positions = sft_utils.build_positions_from_mask(mask)
+  attention = sft_utils.make_causal_attn_mask(mask)
+  assert positions.tolist() == [[0, 0, 1, 1]]
+  return attention[0, 2].tolist() == [False, True, True, False]
+
+
+def _lora_is_a_param():
+  model = toys.Table([[0.0]])
+  assert not sft_utils.is_lora_enabled(model)
+  model.adapter = nnx.LoRAParam(jnp.zeros(1))
+  return sft_utils.is_lora_enabled(model)
+
+
+_TRAINER = "trainer"
+TABLE = [
+    # -- the trainer's constructor
+    Line(
+        "DistillationTrainer.__init__", _TRAINER,
+        "take (student_model, teacher_model, strategy, optimizer, "
+        "training_config)",
+        _takes(
+            _Distill.__init__, "self", "student_model", "teacher_model",
+            "strategy", "optimizer", "training_config", exactly=True,
+        ),
+    ),
+    Line(
+        "PeftTrainer.__init__ (order)", f"{_TRAINER} (properties)",
+        "assign config, optimizer, checkpoint_manager, then restore",
+        _constructor_order,
+    ),
+    Line(
+        "PeftTrainer.__init__ (maybe_restore)", "engine.resume",
+        "call maybe_restore(model, optimizer, restore_only_lora_params=)",
+        _says(
+            _Peft.__init__,
+            r"self\.checkpoint_manager\.maybe_restore\(\s*self\.model,"
+            r"\s*self\.optimizer,\s*restore_only_lora_params=",
+        ),
+    ),
+    Line(
+        "PeftTrainer.grad_accumulator", _TRAINER,
+        "be an attribute where the step takes is_update_step, else absent",
+        lambda: hasattr(_stock(), "grad_accumulator") == (
+            "is_update_step" in _parameters(_Peft._train_step)
+        ),
+    ),
+    Line(
+        "DistillationTrainer.teacher_model", _TRAINER,
+        "be what was handed in", lambda: isinstance(
+            _stock().teacher_model, toys.Table
+        ),
+    ),
+    Line(
+        "PeftTrainer.config", _TRAINER, "be the very object handed in",
+        _says(_Peft.__init__, r"self\.config = training_config\n"),
+    ),
+    Line(
+        "PeftTrainer.metrics_logger", _TRAINER, "be a MetricsLogger",
+        lambda: isinstance(
+            _stock().metrics_logger, metrics_logger.MetricsLogger
+        ),
+    ),
+    Line(
+        "PeftTrainer.data_hooks", _TRAINER, "be None until set, and writable",
+        lambda: _stock().data_hooks is None,
+    ),
+    Line(
+        "DistillationTrainer.gen_model_input_fn", _TRAINER,
+        "give {'inputs': {input_tokens, input_mask}, ...}",
+        lambda: set(
+            _stock().gen_model_input_fn(toys.batch([[0]]))["inputs"]
+        ) == {"input_tokens", "input_mask"},
+    ),
+    Line(
+        "DistillationTrainer.with_gen_model_input_fn", _TRAINER,
+        "put a user's function under 'inputs'",
+        lambda: _stock().with_gen_model_input_fn(
+            lambda x: {"mine": x}
+        ).gen_model_input_fn(1)["inputs"] == {"mine": 1},
+    ),
+    # -- the loop
+    Line(
+        "PeftTrainer.train", _TRAINER,
+        "take (train_ds, eval_ds, skip_jit, *, cache_nnx_graph)",
+        _takes(
+            _Peft.train, "self", "train_ds", "eval_ds", "skip_jit",
+            "cache_nnx_graph",
+        ),
+    ),
+    Line(
+        "PeftTrainer.jit_train_and_eval_step", f"{_TRAINER}, engine.engine",
+        "give the steps that the loop calls, and be called once",
+        _runs_own_step,
+    ),
+    Line(
+        "train_step.func.jitted_fn._cache_size", "engine.engine.Dispatcher",
+        "be all that the loop asks of a step besides calling it",
+        lambda: set(
+            re.findall(r"\btrain_step\.([\w.]+)", _source(_Peft.train))
+        ) <= {"func.jitted_fn._cache_size"},
+    ),
+    Line(
+        "PeftTrainer.train (order)", _TRAINER,
+        "prepare, hook, step, buffer, post-process, write, save",
+        _loop_order,
+    ),
+    Line(
+        "PeftTrainer.train_steps", _TRAINER, "count updates from 0",
+        lambda: _stock().train_steps == 0,
+    ),
+    Line(
+        "PeftTrainer.iter_steps", _TRAINER, "count micro-batches from 0",
+        lambda: _stock().iter_steps == 0,
+    ),
+    Line(
+        "PeftTrainer.iter_steps (when)", f"{_TRAINER} (Dispatcher)",
+        "be counted after the step, unless the loop says is_update_step",
+        lambda: "is_update_step" in _source(_Peft.train) or _says(
+            _Peft.train, r"= train_step\(", r"self\._iter_steps \+= 1"
+        )(),
+    ),
+    Line(
+        "PeftTrainer._prepare_inputs", _TRAINER, "take the batch alone",
+        _takes(_Distill._prepare_inputs, "self", "input_data", exactly=True),
+    ),
+    Line(
+        "PeftTrainer._mode", _TRAINER, "be Mode.TRAIN outside evaluation",
+        lambda: _stock()._mode == metrics_logger.Mode.TRAIN,
+    ),
+    Line(
+        "PeftTrainer.custom_checkpoint_metadata", _TRAINER,
+        "be a method that gives a dict",
+        lambda: _stock().custom_checkpoint_metadata() == {},
+    ),
+    Line(
+        "PeftTrainer._save_last_checkpoint", "engine.resume",
+        "save through checkpoint_manager.save(..., force=True)",
+        _says(
+            _Peft._save_last_checkpoint,
+            r"self\.checkpoint_manager\.latest_step\(\)",
+            r"self\.checkpoint_manager\.save\(", r"force=True",
+        ),
+    ),
+    # -- metrics
+    Line(
+        "PeftTrainer._post_process_train_step", _TRAINER,
+        "take the step's second result, after the buffer was filled",
+        _takes(_Peft._post_process_train_step, "self", "aux", exactly=True),
+    ),
+    Line(
+        "PeftTrainer._buffered_train_metrics", _TRAINER,
+        "be the MetricsBuffer of the window when post-processing runs",
+        _says(
+            _Peft.train,
+            r"self\._buffered_train_metrics = self\._buffer_metrics\(",
+            r"self\._post_process_train_step\(",
+        ),
+    ),
+    Line(
+        "MetricsBuffer", f"{_TRAINER}, monitor.records",
+        "have assignable losses and additional_metrics, loss their mean",
+        _buffer_is_as_written,
+    ),
+    Line(
+        "PeftTrainer._write_metrics", _TRAINER,
+        "take the buffer, and reduce additional_metrics by op(values)",
+        _takes(_Peft._write_metrics, "self", "metrics_buffer", exactly=True),
+    ),
+    Line(
+        "PeftTrainer._try_get_learning_rate", _TRAINER,
+        "give what is logged as learning_rate, nothing for None",
+        _says(
+            _Peft._log_metrics, r"self\._try_get_learning_rate\(\)",
+            r"learning_rate is not None",
+        ),
+    ),
+    Line(
+        "PeftTrainer._run_eval", _TRAINER,
+        "sum the eval step's losses for the hook, and write one record",
+        _eval_order,
+    ),
+    Line(
+        "PeftTrainer._tqdm_train_metrics", _TRAINER,
+        "be a property that lists names",
+        lambda: isinstance(_Peft._tqdm_train_metrics, property)
+        and "loss" in _stock()._tqdm_train_metrics,
+    ),
+    Line(
+        "metrics_logger.Mode", _TRAINER, "have TRAIN and EVAL",
+        lambda: (
+            str(metrics_logger.Mode.TRAIN), str(metrics_logger.Mode.EVAL)
+        ) == ("train", "eval"),
+    ),
+    # -- the config
+    Line(
+        "distillation_trainer.TrainingConfig", "config",
+        "be a keyword-only, mutable dataclass with slots",
+        lambda: dataclasses.is_dataclass(_Config)
+        and hasattr(_Config, "__slots__")
+        and not _Config.__dataclass_params__.frozen
+        and all(f.kw_only for f in dataclasses.fields(_Config)),
+    ),
+    Line(
+        "TrainingConfig.__post_init__", "config",
+        "not exist: ours would hide it",
+        lambda: not hasattr(_Config, "__post_init__"),
+    ),
+    Line(
+        "TrainingConfig.max_steps", _TRAINER, "count updates, None by default",
+        _field(_Config, "max_steps", None),
+    ),
+    Line(
+        "TrainingConfig.gradient_accumulation_steps", _TRAINER,
+        "be None by default",
+        _field(_Config, "gradient_accumulation_steps", None),
+    ),
+    Line(
+        "TrainingConfig.checkpoint_root_directory", _TRAINER,
+        "be None by default",
+        _field(_Config, "checkpoint_root_directory", None),
+    ),
+    Line(
+        "TrainingConfig.checkpointing_options", _TRAINER,
+        "be None by default", _field(_Config, "checkpointing_options", None),
+    ),
+    Line(
+        "TrainingConfig.data_sharding_axis", _TRAINER,
+        "be ('fsdp',) by default",
+        _field(_Config, "data_sharding_axis", ("fsdp",)),
+    ),
+    Line(
+        "TrainingConfig.get_with_default", _TRAINER,
+        "give the default for None", lambda: _Config(
+            eval_every_n_steps=1
+        ).get_with_default("max_steps", 5) == 5,
+    ),
+    # -- strategies
+    Line(
+        "strategies.BaseStrategy", _TRAINER, "be base_strategy.BaseStrategy",
+        lambda: strategies.BaseStrategy is base_strategy.BaseStrategy,
+    ),
+    Line(
+        "base_strategy.BaseStrategy.get_train_loss", "objectives.foreign",
+        "take (student_model, teacher_output, inputs)",
+        _takes(
+            base_strategy.BaseStrategy.get_train_loss, "self",
+            "student_model", "teacher_output", "inputs", exactly=True,
+        ),
+    ),
+    Line(
+        "base_strategy.BaseStrategy.get_eval_loss", "objectives.foreign",
+        "take (student_model, inputs)",
+        _takes(
+            base_strategy.BaseStrategy.get_eval_loss, "self",
+            "student_model", "inputs", exactly=True,
+        ),
+    ),
+    Line(
+        "base_strategy.BaseStrategy.get_teacher_outputs",
+        f"strategy, {_TRAINER}", "take (teacher_model, inputs)",
+        _takes(
+            base_strategy.BaseStrategy.get_teacher_outputs, "self",
+            "teacher_model", "inputs", exactly=True,
+        ),
+    ),
+    Line(
+        "base_strategy.BaseStrategy.get_student_outputs", "strategy",
+        "take (student_model, inputs)",
+        _takes(
+            base_strategy.BaseStrategy.get_student_outputs, "self",
+            "student_model", "inputs", exactly=True,
+        ),
+    ),
+    Line(
+        "logit.LogitStrategy.__init__", "strategy",
+        "take our first six arguments, in our order",
+        _takes(
+            logit.LogitStrategy.__init__, "self", "student_forward_fn",
+            "teacher_forward_fn", "labels_fn", "temperature", "alpha",
+            "distill_top_k", exactly=True,
+        ),
+    ),
+    Line(
+        "logit.LogitStrategy._labels_fn", "strategy",
+        "be callable with the inputs by name", lambda: _stock(
+        ).strategy._labels_fn(
+            input_tokens=jnp.zeros((1, 1), jnp.int32), input_mask=None
+        ).shape == (1, 1, 3),
+    ),
+    Line(
+        "logit.LogitStrategy.distill_top_k", "strategy", "be 0 by default",
+        lambda: _stock().strategy.distill_top_k == 0,
+    ),
+    Line(
+        "logit.LogitStrategy.compute_loss", "strategy",
+        "take (student_output, teacher_output, labels)",
+        _takes(
+            logit.LogitStrategy.compute_loss, "self", "student_output",
+            "teacher_output", "labels", exactly=True,
+        ),
+    ),
+    Line(
+        "logit.LogitStrategy.compute_eval_loss", "strategy",
+        "take (student_output, labels)",
+        _takes(
+            logit.LogitStrategy.compute_eval_loss, "self", "student_output",
+            "labels", exactly=True,
+        ),
+    ),
+    # -- checkpoints
+    Line(
+        "CheckpointManager (item names)", "engine.checkpoints",
+        "name its items model_params and optimizer_state",
+        _item_names,
+    ),
+    Line(
+        "CheckpointManager.save", "engine.resume",
+        "take what ours takes",
+        _takes(
+            checkpoint_manager.CheckpointManager.save, "self", "step",
+            "model", "optimizer", "save_only_lora_params", "force",
+            "custom_metadata", exactly=True,
+        ),
+    ),
+    Line(
+        "CheckpointManager.maybe_restore", "engine.resume",
+        "take what ours takes",
+        _takes(
+            checkpoint_manager.CheckpointManager.maybe_restore, "self",
+            "model", "optimizer", "step", "restore_only_lora_params",
+            exactly=True,
+        ),
+    ),
+    Line(
+        "PeftTrainer (use of checkpoint_manager)", "engine.resume",
+        "call only what ours has", lambda: set(
+            re.findall(
+                r"self\.checkpoint_manager\.(\w+)", inspect.getsource(_Peft)
+            )
+        ) <= {"maybe_restore", "save", "latest_step", "close"},
+    ),
+    Line(
+        "CheckpointManager.close", _TRAINER,
+        "work on a manager that never saved",
+        lambda: checkpoint_manager.CheckpointManager(None).close() is None,
+    ),
+    Line(
+        "InflightThrottler.add_computation", "engine.step.Report",
+        "wait for the loss by block_until_ready alone",
+        lambda: set(re.findall(
+            r"computation\.(\w+)",
+            _source(inflight_throttler.InflightThrottler),
+        )) <= {"block_until_ready"},
+    ),
+    # -- data, sharding, utilities
+    Line(
+        "hooks.DataHooks", "engine.batches",
+        "have load_next_train_batch and load_next_eval_batch alone",
+        lambda: hooks.DataHooks.__abstractmethods__ == {
+            "load_next_train_batch", "load_next_eval_batch"
+        },
+    ),
+    Line(
+        "sharding_utils.shard_input", _TRAINER,
+        "give its input back where there is no mesh",
+        lambda: sharding_utils.shard_input({"a": 1}, ("fsdp",)) == {"a": 1},
+    ),
+    Line(
+        "sft_utils.is_lora_enabled", _TRAINER, "find an nnx.LoRAParam",
+        _lora_is_a_param,
+    ),
+    Line(
+        "sft_utils.build_positions_from_mask", "families.causal_lm",
+        "count from the first valid token", _positions_and_mask,
+    ),
+    Line(
+        "sft_utils.make_causal_attn_mask", "families.causal_lm",
+        "be causal and hide padding", _positions_and_mask,
+    ),
+    # -- models
+    *(
+        Line(
+            f"tunix.models.{family}.model.{name}", f"families.{family}",
+            "have embedder, layers, final_norm and a config that tells the "
+            "number of layers and the vocabulary; take (tokens, positions, "
+            "cache, attention_mask)",
+            _model_class(family, name),
+        )
+        for family, name in (
+            ("gemma", "Gemma"), ("gemma3", "Gemma3"), ("gemma4", "Gemma4"),
+            ("llama3", "Llama3"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"),
+        )
+    ),
+    *(
+        Line(
+            f"tunix.models.{family}.model.apply_rope", "families.rope",
+            "have a plain default rope_theta of 1,000,000",
+            _rope_default(f"tunix.models.{family}.model"),
+        )
+        for family in ("llama3", "qwen3")
+    ),
+    Line(
+        "gemma3 layer.attn.attn_type", "students.layers",
+        "tell local from global", _gemma3_kinds,
+    ),
+]
+
+
+def _version() -> str:
+  return (
+      f"Tunix at {pathlib.Path(tunix.__file__).parent} "
+      f"(installed {importlib.metadata.version('google-tunix')})"
+  )
+
+
+@pytest.mark.parametrize("line", TABLE, ids=[line.name for line in TABLE])
+def test_tunix_has(line):
+  """Every line of the table holds for the Tunix that is installed."""
+  try:
+    holds, why = line.holds(), ""
+  except (AttributeError, KeyError, TypeError, ValueError, AssertionError,
+          ImportError, IndexError) as e:
+    holds, why = False, f" [{type(e).__name__}: {e}]"
+  assert holds, (
+      f"{line.name}, used in tunix_progdistill.{line.used_in}, must "
+      f"{line.must}; {_version()} differs{why}"
+  )
+
+
+def test_names_stand_once():
+  counts = collections.Counter(line.name for line in TABLE)
+  assert [name for name, n in counts.items() if n > 1] == []
+
+
+# -- the table is complete
+
+
+def _words() -> set[str]:
+  return set(
+      re.findall(r"\w+", " ".join(f"{x.name} {x.must}" for x in TABLE))
+  )
+
+
+def _trees():
+  for path in sorted(_PACKAGE.rglob("*.py")):
+    yield path, ast.parse(path.read_text())
+
+
+def test_table_names_every_tunix_module_attribute():
+  """Whatever is read off an imported Tunix module stands in the table."""
+  named = _words()
+  missing = []
+  for path, tree in _trees():
+    modules = {}
+    for node in ast.walk(tree):
+      if isinstance(node, ast.ImportFrom) and (
+          (node.module or "").split(".")[0] == "tunix"
+      ):
+        modules |= {a.asname or a.name: a.name for a in node.names}
+    for node in ast.walk(tree):
+      if (
+          isinstance(node, ast.Attribute)
+          and isinstance(node.value, ast.Name)
+          and node.value.id in modules
+          and node.attr not in named
+      ):
+        missing.append(f"{path.name}: {modules[node.value.id]}.{node.attr}")
+  assert missing == []
+
+
+def test_table_names_every_inherited_attribute():
+  """Whatever our subclasses read of `self` and do not define stands there."""
+  named = _words()
+  missing = []
+  for path, tree in _trees():
+    if path.name not in ("trainer.py", "strategy.py"):
+      continue
+    for node in tree.body:
+      if not isinstance(node, ast.ClassDef) or not any(
+          isinstance(base, ast.Attribute) and base.value.id in (
+              "distillation_trainer", "logit"
+          )
+          for base in node.bases
+      ):
+        continue
+      own, read = set(), set()
+      for child in ast.walk(node):
+        if isinstance(child, ast.FunctionDef):
+          own.add(child.name)
+        if not isinstance(child, ast.Attribute):
+          continue
+        through_super = (
+            isinstance(child.value, ast.Call)
+            and getattr(child.value.func, "id", "") == "super"
+        )
+        if through_super:
+          read.add(("super", child.attr))
+        elif getattr(child.value, "id", "") == "self":
+          if isinstance(child.ctx, ast.Store):
+            own.add(child.attr)
+          else:
+            read.add(("self", child.attr))
+      missing += [
+          f"{path.name}: {owner}.{name}" for owner, name in sorted(read)
+          if (owner == "super" or name not in own) and name not in named
+      ]
+  assert missing == []
