@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+import jax
 
 Values = dict[str, Any]
 
@@ -77,6 +78,28 @@ def extract(module: nnx.Module, names: Mapping[str, Any]) -> Values:
   flat = nnx.to_flat_state(nnx.state(module))
   found = {path_name(p): v.get_value() for p, v in flat}
   return {n: found[n] for n in names}
+
+
+def _is_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def raw_keys(tree: Any) -> Any:
+  """`tree` with its typed random keys as their raw bits."""
+  return jax.tree.map(
+      lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
+  )
+
+
+def typed_keys(raw: Any, like: Any) -> Any:
+  """The inverse of `raw_keys`, with `like` for the types of the keys."""
+
+  def back(x, old):
+    if _is_key(old):
+      return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
+    return x
+
+  return jax.tree.map(back, raw, like)
 
 
 def evaluating(model: nnx.Module) -> nnx.Module:

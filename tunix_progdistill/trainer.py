@@ -23,6 +23,7 @@ from tunix_progdistill import modules
 from tunix_progdistill import strategy as strategy_lib
 from tunix_progdistill.engine import batches
 from tunix_progdistill.engine import checkpoints
+from tunix_progdistill.engine import dispatch
 from tunix_progdistill.engine import engine as engine_lib
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.engine import resume
@@ -163,14 +164,8 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     value.close()
     self.config = self._real_config
     self._checkpoint_manager = resume.RunCheckpoints(
-        checkpoints.CheckpointManager(
-            self.config.checkpoint_root_directory,
-            self.config.checkpointing_options,
-            lambda: {
-                **self._engine.run_state.to_json(),
-                "fingerprint": self._fingerprint,
-            },
-        ),
+        self.config.checkpoint_root_directory,
+        self.config.checkpointing_options,
         engine=self._engine,
         fingerprint=self._fingerprint,
         user_metadata=self.custom_checkpoint_metadata,
@@ -247,7 +242,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
   ):
     """The engine's steps, in the form that Tunix's loop calls."""
     del skip_jit, cache_nnx_graph
-    dispatcher = engine_lib.Dispatcher(
+    dispatcher = dispatch.Dispatcher(
         self._train_micro_batch,
         lambda: (self.iter_steps + 1) % self._accumulation == 0,
         lambda: sum(self._engine.compiles),

@@ -341,7 +341,7 @@ TABLE = [
         _runs_own_step,
     ),
     Line(
-        "train_step.func.jitted_fn._cache_size", "engine.engine.Dispatcher",
+        "train_step.func.jitted_fn._cache_size", "engine.dispatch.Dispatcher",
         "be all that the loop asks of a step besides calling it",
         lambda: set(
             re.findall(r"\btrain_step\.([\w.]+)", _source(_Peft.train))

@@ -8,7 +8,7 @@ import pytest
 
 from tests import toys
 from tests.traps import test_evaluation
-from tunix_progdistill.engine import engine as engine_lib
+from tunix_progdistill.engine import dispatch
 
 
 class Hooks(test_evaluation.Hooks):
@@ -135,7 +135,7 @@ def test_hooks_fire():
 )
 def test_both_calls_of_the_step(call, expected):
   """Trap 26: the older loop passes the batch, the newer one a flag as well."""
-  dispatcher = engine_lib.Dispatcher(
+  dispatcher = dispatch.Dispatcher(
       lambda batch, is_update: (batch, is_update), lambda: "asked", lambda: 0
   )
   assert call(dispatcher) == expected

@@ -13,10 +13,10 @@ from typing import Any
 from absl import logging
 from etils import epath
 from flax import nnx
-import jax
 import orbax.checkpoint as ocp
 
 from tunix_progdistill import errors
+from tunix_progdistill import modules
 
 _KEY = "progressive"
 _MODEL, _OPTIMIZER = "model_params", "optimizer_state"
@@ -77,6 +77,8 @@ class CheckpointManager:
     root_directory: None switches checkpointing off.
     options: as in Tunix's `TrainingConfig.checkpointing_options`.
     run_metadata: gives what is saved beside each checkpoint, as JSON.
+    user_metadata: the trainer's own, for the closing checkpoint, which Tunix
+      writes without any.
   """
 
   def __init__(
@@ -84,8 +86,10 @@ class CheckpointManager:
       root_directory: str | None,
       options: Any,
       run_metadata: Callable[[], Mapping[str, Any]],
+      user_metadata: Callable[[], Mapping[str, Any]],
   ):
     self._run_metadata = run_metadata
+    self._user_metadata = user_metadata
     self._manager: Any = None
     self._last_requested: int | None = None
     if root_directory is not None:
@@ -144,8 +148,10 @@ class CheckpointManager:
     self._manager.check_for_errors()
     if not force and not self._manager.should_save(step):
       return False
+    if custom_metadata is None:
+      custom_metadata = self._user_metadata()
     params = nnx.state(model, nnx.LoRAParam if save_only_lora_params else ...)
-    items = {_MODEL: ocp.args.PyTreeSave(item=_storable(params))}
+    items = {_MODEL: ocp.args.PyTreeSave(item=modules.raw_keys(params))}
     if optimizer is not None:
       state = nnx.state(optimizer, nnx.optimizer.OptState)
       items[_OPTIMIZER] = ocp.args.PyTreeSave(item=state)
@@ -153,7 +159,7 @@ class CheckpointManager:
         step,
         args=ocp.args.Composite(**items),
         custom_metadata={
-            **(custom_metadata or {}), _KEY: dict(self._run_metadata())
+            **custom_metadata, _KEY: dict(self._run_metadata())
         },
         force=force,
     )
@@ -180,12 +186,12 @@ class CheckpointManager:
     params = nnx.state(
         model, nnx.LoRAParam if restore_only_lora_params else ...
     )
-    items = {_MODEL: _restore_args(_storable(params))}
+    items = {_MODEL: _restore_args(modules.raw_keys(params))}
     if optimizer is not None:
       state = nnx.state(optimizer, nnx.optimizer.OptState)
       items[_OPTIMIZER] = _restore_args(state)
     found = self._manager.restore(step, args=ocp.args.Composite(**items))
-    nnx.update(model, _from_storable(found[_MODEL], params))
+    nnx.update(model, modules.typed_keys(found[_MODEL], params))
     if optimizer is not None:
       nnx.update(optimizer, found[_OPTIMIZER])
     custom = dict(metadata.custom_metadata or {})
@@ -224,26 +230,6 @@ def warn_unreadable(step: int, error: Exception) -> None:
       "The checkpoint of update %d cannot be read and is passed over (%s: %s).",
       step, type(error).__name__, reason,
   )
-
-
-def _is_key(x: Any) -> bool:
-  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _storable(state: Any) -> Any:
-  """Typed random keys as their raw bits, for the array store."""
-  return jax.tree.map(
-      lambda x: jax.random.key_data(x) if _is_key(x) else x, state
-  )
-
-
-def _from_storable(stored: Any, like: Any) -> Any:
-  def back(x, old):
-    if _is_key(old):
-      return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
-    return x
-
-  return jax.tree.map(back, stored, like)
 
 
 def _restore_args(state: Any) -> ocp.args.PyTreeRestore:

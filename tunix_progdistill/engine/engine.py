@@ -1,6 +1,5 @@
 """`Engine`: stages, optimizer and compiled steps of one student."""
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
@@ -246,12 +245,15 @@ class Engine:
     compiled = self._compile(blueprint, args)
     # The step's buffers are donated: should its first run fail (memory, most
     # likely), the weights must not be lost with it.
-    backup = jax.device_get(_raw(args[0]))
+    raw = modules.raw_keys(args[0])
+    shardings = jax.tree.map(lambda x: x.sharding, raw)
+    backup = jax.device_get(raw)
     try:
       new, report = compiled(*args)
       jax.block_until_ready(report)
     except jax.errors.JaxRuntimeError:
-      self._put_back(_unraw(backup, args[0]))
+      restored = jax.device_put(backup, shardings)
+      self._put_back(modules.typed_keys(restored, args[0]))
       raise
     self._steps[key] = compiled
     return new, report
@@ -374,25 +376,6 @@ def _copy(x: Any) -> jax.Array:
   return jnp.array(x, copy=True)
 
 
-def _is_key(x: Any) -> bool:
-  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _raw(tree: Any) -> Any:
-  return jax.tree.map(
-      lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
-  )
-
-
-def _unraw(raw: Any, like: Any) -> Any:
-  def back(x, old):
-    if _is_key(old):
-      return jax.random.wrap_key_data(x, impl=jax.random.key_impl(old))
-    return jax.device_put(x, old.sharding)
-
-  return jax.tree.map(back, raw, like)
-
-
 def _mesh_of(model: nnx.Module) -> Any:
   for leaf in jax.tree.leaves(nnx.state(model)):
     sharding = getattr(leaf, "sharding", None)
@@ -421,46 +404,3 @@ def _like_placed(tree: Any, model: nnx.Module) -> Any:
 
 def _place_like(node: Any, model: nnx.Module) -> None:
   nnx.update(node, _like_placed(nnx.state(node), model))
-
-
-class Dispatcher:
-  """Stands where Tunix's loop expects its compiled train step.
-
-  The loop fetches its step once; this object looks at the count of updates at
-  each call, so that stages can switch inside one `train()`.
-
-  Args:
-    run: `(micro_batch, is_update) -> (loss, aux, grad_norm)`.
-    is_update: whether the next call ends its window, for a Tunix whose loop
-      does not say.
-    cache_size: how many programs were compiled.
-  """
-
-  def __init__(
-      self,
-      run: Callable[[Any, bool], tuple[Any, Any, Any]],
-      is_update: Callable[[], bool],
-      cache_size: Callable[[], int],
-  ):
-    self._run = run
-    self._is_update = is_update
-    self._cache_size_fn = cache_size
-
-  @property
-  def func(self) -> "Dispatcher":
-    """Tunix reads `train_step.func.jitted_fn._cache_size()`."""
-    return self
-
-  @property
-  def jitted_fn(self) -> "Dispatcher":
-    return self
-
-  def _cache_size(self) -> int:
-    return self._cache_size_fn()
-
-  def __call__(self, batch: Any, is_update_step: Any = None):
-    if is_update_step is None:
-      is_update = self._is_update()
-    else:
-      is_update = bool(np.asarray(is_update_step))
-    return self._run(batch, is_update)

@@ -24,7 +24,7 @@ def fingerprint(
   }
 
 
-class RunCheckpoints:
+class RunCheckpoints(checkpoints.CheckpointManager):
   """The checkpoint manager that a Tunix trainer is given.
 
   It stands in Tunix's constructor just before `maybe_restore`. In that call it
@@ -32,43 +32,30 @@ class RunCheckpoints:
   the checkpoint belongs to, and restores into that.
 
   Args:
-    manager: reads and writes.
-    engine: its run state and optimizer are set.
+    root_directory: see `CheckpointManager`.
+    options: likewise.
+    engine: its run state and optimizer are set, and its run state is saved.
     fingerprint: of this run's plan.
-    user_metadata: the trainer's `custom_checkpoint_metadata`, for the closing
-      checkpoint, which Tunix writes without any.
+    user_metadata: see `CheckpointManager`.
   """
 
   def __init__(
       self,
-      manager: checkpoints.CheckpointManager,
+      root_directory: str | None,
+      options: Any,
       *,
       engine: engine_lib.Engine,
       fingerprint: Mapping[str, Any],  # pylint: disable=redefined-outer-name
       user_metadata: Callable[[], Mapping[str, Any]],
   ):
-    self._manager = manager
+    super().__init__(
+        root_directory,
+        options,
+        lambda: {**engine.run_state.to_json(), "fingerprint": fingerprint},
+        user_metadata,
+    )
     self._engine = engine
     self._fingerprint = fingerprint
-    self._user_metadata = user_metadata
-
-  def latest_step(self) -> int | None:
-    return self._manager.latest_step()
-
-  def save(
-      self,
-      step: int,
-      model: nnx.Module,
-      optimizer: nnx.Optimizer | None = None,
-      save_only_lora_params: bool = False,
-      force: bool = False,
-      custom_metadata: Mapping[str, Any] | None = None,
-  ) -> bool:
-    if custom_metadata is None:
-      custom_metadata = self._user_metadata()
-    return self._manager.save(
-        step, model, optimizer, save_only_lora_params, force, custom_metadata
-    )
 
   def maybe_restore(
       self,
@@ -84,22 +71,22 @@ class RunCheckpoints:
         none can be read.
     """
     del optimizer  # the engine's, which must be built first
-    steps = self._manager.readable_steps() if step is None else [step]
+    steps = self.readable_steps() if step is None else [step]
     first_error = None
     for candidate in steps:
       self._accept(candidate)
       self._engine.start(candidate)
       try:
-        return self._manager.maybe_restore(
+        return super().maybe_restore(
             model, self._engine.optimizer, candidate, restore_only_lora_params
         )
       except checkpoints.UNREADABLE as e:
         checkpoints.warn_unreadable(candidate, e)
         first_error = first_error or e
-    if self._manager.latest_step() is not None:
+    if self.latest_step() is not None:
       raise ValueError(
           "checkpoint_root_directory must hold a checkpoint that can be read "
-          f"by this student, got {self._manager.latest_step()} as the newest; "
+          f"by this student, got {self.latest_step()} as the newest; "
           "mend it, or name an empty folder to start anew"
       ) from first_error
     self._engine.run_state = state_lib.RunState()
@@ -107,7 +94,7 @@ class RunCheckpoints:
     return 0, {}
 
   def _accept(self, step: int) -> None:
-    saved = self._manager.run_metadata(step)
+    saved = self.run_metadata(step)
     if not saved:
       raise ValueError(
           "checkpoint_root_directory must hold checkpoints of a staged run, "
@@ -122,10 +109,3 @@ class RunCheckpoints:
       )
     self._engine.run_state = state_lib.RunState.from_json(saved)
     logging.info("Found the checkpoint of update %d.", step)
-
-  def wait(self) -> None:
-    """Blocks until the last save is on disk."""
-    self._manager.wait()
-
-  def close(self) -> None:
-    self._manager.close()
