@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 import copy
-import dataclasses
 import time
 from typing import Any
 
@@ -124,7 +123,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     self._teacher = online.OnlineTeacher(
         strategy.teacher_logits if ours else strategy.get_teacher_outputs
     )
-    self._last_prepared: batches.Prepared | None = None
+    self._batch_shape: batches.Shape | None = None
     self._eval_sums: records.EvalSums = records.EvalSums()
     self._meter = records.TokenMeter()
     self._skip_jit = False
@@ -217,13 +216,15 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     hooks = self.data_hooks  # type: ignore[has-type]
     if hooks is not None:
       self.data_hooks = batches.CompleteWindowsHooks(hooks, self._accumulation)
+    # Tunix skips no batch where somebody else counts them.
+    fillers = (
+        0 if self.is_managed_externally else self._engine.run_state.fillers
+    )
     self._engine.take_over()
     self._meter.restart()
     try:
       super().train(
-          batches.complete_windows(
-              train_ds, self._accumulation, self._engine.run_state.fillers
-          )
+          batches.complete_windows(train_ds, self._accumulation, fillers)
           if hooks is None else train_ds,
           eval_ds,
           cache_nnx_graph=cache_nnx_graph,
@@ -255,9 +256,9 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     Also in evaluation, where Tunix leaves the teacher out.
     """
     if isinstance(input_data, batches.Filler):
-      assert self._last_prepared is not None
+      assert self._batch_shape is not None  # a window begins with a batch
       self._engine.run_state = self._engine.run_state.with_filler()
-      return dataclasses.replace(self._last_prepared, weight=np.float32(0.0))
+      return self._batch_shape.empty()
     if isinstance(input_data, dict):
       input_data = _Batch(input_data)
     inputs = self.gen_model_input_fn(input_data)["inputs"]
@@ -271,7 +272,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         weight=np.float32(1.0),
     )
     if self._mode == Mode.TRAIN and self._accumulation > 1:
-      self._last_prepared = prepared
+      self._batch_shape = batches.Shape(prepared)
     return prepared
 
   def _train_micro_batch(self, batch: batches.Prepared, is_update: bool):
@@ -369,6 +370,11 @@ def _with_length(
     config: distillation_trainer.TrainingConfig, planned: int | None
 ) -> distillation_trainer.TrainingConfig:
   """The config with the plan's length as `max_steps`, where it has none."""
+  if config.max_steps is not None and config.max_steps < 1:
+    raise errors.invalid(
+        "max_steps", "must be >= 1", config.max_steps,
+        "leave it out to run the whole plan",
+    )
   if planned is None:
     return config
   if config.max_steps is None:

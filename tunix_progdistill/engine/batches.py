@@ -7,6 +7,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tunix.sft import hooks
 
@@ -31,6 +32,29 @@ class Filler:
 
 
 FILLER = Filler()
+
+
+class Shape:
+  """Remembers the shape of a batch, to make an empty one of it.
+
+  Only shapes are kept: holding on to a batch would hold on to its logits.
+  """
+
+  def __init__(self, batch: Prepared):
+    leaves, self._tree = jax.tree.flatten(batch)
+    self._leaves = [
+        (np.shape(x), jnp.result_type(x), getattr(x, "sharding", None))
+        for x in leaves
+    ]
+
+  def empty(self) -> Prepared:
+    """A batch of zeros with weight 0, placed as the remembered one was."""
+    leaves = [
+        np.zeros(shape, dtype) if sharding is None
+        else jax.device_put(np.zeros(shape, dtype), sharding)
+        for shape, dtype, sharding in self._leaves
+    ]
+    return jax.tree.unflatten(self._tree, leaves)
 
 _EMPTY = (
     "train_ds must hold at least one batch, got none; check the data's path "
