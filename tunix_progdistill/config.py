@@ -69,6 +69,8 @@ def as_progressive(value: Any) -> ProgressiveConfig | None:
   if isinstance(value, stages.StagePlan):
     return ProgressiveConfig(plan=value)
   if isinstance(value, Mapping):
+    if "plan" in value:
+      return ProgressiveConfig(**value)
     own = {f.name for f in dataclasses.fields(ProgressiveConfig)} - {"plan"}
     of_plan = {f.name for f in dataclasses.fields(stages.StagePlan)}
     for key in value:

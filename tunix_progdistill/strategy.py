@@ -78,6 +78,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       initial_update: int = 0,
       gradient_accumulation_steps: int = 1,
   ):
+    """See the class."""
     schedules.check("temperature", temperature)
     schedules.check("alpha", alpha)
     if not isinstance(distill_top_k, int) or distill_top_k < 0:
@@ -108,6 +109,18 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     self._initial_update = initial_update
     self._accumulation = gradient_accumulation_steps
     self._teacher_calls = 0
+
+  @classmethod
+  def adopt(cls, stock: logit.LogitStrategy) -> "ProgressiveLogitStrategy":
+    """One with the functions and settings of Tunix's own `LogitStrategy`."""
+    return cls(
+        stock._student_forward_fn,  # pylint: disable=protected-access
+        stock._teacher_forward_fn,  # pylint: disable=protected-access
+        stock._labels_fn,  # pylint: disable=protected-access
+        temperature=stock.temperature,
+        alpha=stock.alpha,
+        distill_top_k=stock.distill_top_k,
+    )
 
   # -- the models
 
@@ -184,7 +197,8 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       logging.log_first_n(
           logging.WARNING,
           "temperature and alpha follow this strategy's own count of training "
-          "batches; after a resume, pass initial_update= to go on from there",
+          "batches: pass gradient_accumulation_steps= where the trainer "
+          "accumulates, and initial_update= after a resume",
           1,
       )
     values = {}

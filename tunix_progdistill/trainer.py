@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from tunix.distillation import distillation_trainer
 from tunix.distillation import strategies
+from tunix.distillation.strategies import logit
 from tunix.sft import metrics_logger as metrics_logger_lib
 from tunix.sft import sharding_utils
 from tunix.sft import utils as sft_utils
@@ -44,8 +45,9 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
   Args:
     student_model: trained in place.
     teacher_model: runs in eval mode; never changed.
-    strategy: a `ProgressiveLogitStrategy`; any other Tunix strategy is one
-      term of its own, which reads neither temperature nor alpha of the plan.
+    strategy: a `ProgressiveLogitStrategy`; Tunix's `LogitStrategy` is turned
+      into one. Any other Tunix strategy is one term of its own, for which the
+      plan must set neither temperature nor alpha.
     optimizer: a factory `learning_rate -> GradientTransformation`, one made by
       `optax.inject_hyperparams`, or, where the plan names no rate, any
       `GradientTransformation`.
@@ -68,6 +70,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       optimizer: optimizer_lib.Argument,
       training_config: distillation_trainer.TrainingConfig,
   ):
+    """See the class."""
     if not isinstance(teacher_model, nnx.Module):
       raise errors.invalid(
           "teacher_model", "must be an nnx.Module",
@@ -88,7 +91,11 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     accumulation = training_config.get_with_default(
         "gradient_accumulation_steps", 1
     )
+    if type(strategy) is logit.LogitStrategy:  # a subclass has its own loss
+      strategy = strategy_lib.ProgressiveLogitStrategy.adopt(strategy)
     ours = isinstance(strategy, strategy_lib.ProgressiveLogitStrategy)
+    if not ours:
+      _check_no_scalars(section.plan, strategy)
     defaults = (
         {"temperature": strategy.temperature, "alpha": strategy.alpha}
         if ours else {}
@@ -118,7 +125,10 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         max_grad_norm=section.max_grad_norm,
     )
     self._fingerprint = resume.fingerprint(
-        plan, accumulation=accumulation, max_grad_norm=section.max_grad_norm
+        plan,
+        accumulation=accumulation,
+        max_grad_norm=section.max_grad_norm,
+        optimizer=self._engine.optimizer_spec,
     )
     self._teacher = online.OnlineTeacher(
         strategy.teacher_logits if ours else strategy.get_teacher_outputs
@@ -129,6 +139,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     self._skip_jit = False
     self._logged_rate: Any = None
     self._accumulation = accumulation
+    self._reads_scalars = ours
     # Optimizer and accumulation are the engine's: what Tunix's constructor
     # builds for them must hold no memory. It gets the real config back in the
     # setter of `checkpoint_manager`.
@@ -209,8 +220,14 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       cache_nnx_graph: taken for compatibility; the engine's steps need none.
 
     Raises:
-      ValueError: there is no batch at all.
+      ValueError: there is no batch at all, or `eval_ds` is an iterator.
     """
+    if eval_ds is not None and iter(eval_ds) is eval_ds:
+      raise errors.invalid(
+          "eval_ds", "must be readable anew at every evaluation",
+          type(eval_ds).__name__, "pass a list, or an object whose __iter__ "
+          "starts again",
+      )
     self._skip_jit = skip_jit
     planned = self._engine.plan.updates
     hooks = self.data_hooks  # type: ignore[has-type]
@@ -298,12 +315,14 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
             self.train_steps, self._engine.run_state.events
         ),
         self._engine.trainable_parameters(self._engine.stage),
+        reads_scalars=self._reads_scalars,
     )
 
   def _write_metrics(self, metrics_buffer: Any) -> None:
     metrics = metrics_buffer.additional_metrics
     if self._mode == Mode.TRAIN:
       metrics.update(self._meter.read(metrics))
+      records.warn_if_lost(metrics, metrics_buffer.step)
       self._logged_rate = records.pop_rate(metrics)
     else:
       loss, evaluation = self._eval_sums.finish()
@@ -325,6 +344,20 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
   @property
   def _tqdm_train_metrics(self) -> list[str]:
     return ["loss", "perplexity", "distill/kl_div", "progressive/stage"]
+
+
+def _check_no_scalars(plan: stages.StagePlan, strategy: Any) -> None:
+  """Raises ValueError where the plan sets what the strategy cannot read."""
+  for owner, where in (
+      (plan, ""), *((s, f"stages[{i}].") for i, s in enumerate(plan.stages))
+  ):
+    for field in ("temperature", "alpha"):
+      if (value := getattr(owner, field)) is not None:
+        raise errors.invalid(
+            f"{where}{field}",
+            f"must not be set, for {type(strategy).__name__} does not read it",
+            value, "leave it out, or pass a ProgressiveLogitStrategy",
+        )
 
 
 class _Batch(dict):
@@ -384,5 +417,10 @@ def _with_length(
     logging.warning(
         "max_steps=%d ends the run before the plan's %d updates.",
         config.max_steps, planned,
+    )
+  elif config.max_steps > planned:
+    logging.warning(
+        "max_steps=%d is more than the plan's %d updates: its last stage goes "
+        "on.", config.max_steps, planned,
     )
   return config

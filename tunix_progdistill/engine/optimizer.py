@@ -18,6 +18,7 @@ never from a group's own count.
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import re
 from typing import Any
 from typing import TypeAlias
 
@@ -57,6 +58,15 @@ class Spec:
     else:
       tx = self.argument
     return optax.with_extra_args_support(tx)
+
+
+def parts(spec: Spec) -> list[str]:
+  """The names of the states that an optimizer keeps, in order.
+
+  They tell adamw from lion, not one decay from another.
+  """
+  state = jax.eval_shape(spec.at(jnp.float32(0.0)).init, _probe())
+  return re.findall(r"\w+State\b", str(jax.tree.structure(state)))
 
 
 def understand(argument: Argument, *, stages_with_rate: list[bool]) -> Spec:

@@ -9,18 +9,25 @@ from flax import nnx
 
 from tunix_progdistill.engine import checkpoints
 from tunix_progdistill.engine import engine as engine_lib
+from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.plan import run
 from tunix_progdistill.plan import state as state_lib
 
 
 def fingerprint(
-    plan: run.RunPlan, *, accumulation: int, max_grad_norm: float | None
+    plan: run.RunPlan, *, accumulation: int, max_grad_norm: float | None,
+    optimizer: optimizer_lib.Spec,
 ) -> dict[str, Any]:
-  """What must be the same for a resumed run to equal a straight one."""
+  """What must be the same for a resumed run to equal a straight one.
+
+  Of the optimizer only its kind and its states are known; its own settings,
+  such as a decay, are not compared.
+  """
   return {
       **plan.fingerprint(),
       "gradient_accumulation_steps": accumulation,
       "max_grad_norm": max_grad_norm,
+      "optimizer": [optimizer.kind, *optimizer_lib.parts(optimizer)],
   }
 
 

@@ -62,7 +62,7 @@ class Report:
   """The window so far, as means over its valid tokens.
 
   Attributes:
-    loss: the objective; NaN where every micro-batch was skipped.
+    loss: the objective; NaN where no token counts.
     parts: the objective's parts.
     valid_tokens: how many tokens counted.
     skipped: micro-batches that were not finite.
@@ -170,7 +170,7 @@ def make_train_step(blueprint: Blueprint) -> Callable[..., Any]:
       window = jax.tree.map(
           fresh, Window(grads=grads, terms=sums, skipped=skipped)
       )
-    lost = (sums.count == 0) & (skipped > 0)
+    lost = sums.count == 0  # a mean over nothing is not a loss of 0
     report = Report(
         loss=jnp.where(lost, jnp.nan, reduce.mean(sums.total, sums.count)),
         parts={

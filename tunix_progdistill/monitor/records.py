@@ -40,21 +40,48 @@ def _metrics(values: dict[str, Any]) -> Metrics:
 
 
 def train_record(
-    report: Any, scalars: run.Scalars, trainable_parameters: int
+    report: Any, scalars: run.Scalars, trainable_parameters: int,
+    *, reads_scalars: bool,
 ) -> Metrics:
-  """The record of one update, in the form of Tunix's metrics buffer."""
+  """The record of one update, in the form of Tunix's metrics buffer.
+
+  Args:
+    report: of the window.
+    scalars: that it ran with.
+    trainable_parameters: of its stage.
+    reads_scalars: whether the objective uses temperature and alpha.
+  """
   rate = scalars.learning_rate
+  used = {}
+  if reads_scalars:
+    used["distill/temperature"] = scalars.temperature
+    used["distill/alpha"] = scalars.alpha
   return _metrics({
       "learning_rate": report.learning_rate if rate is None else rate,
       "grad_norm": report.grad_norm,
       **report.parts,
-      "distill/temperature": scalars.temperature,
-      "distill/alpha": scalars.alpha,
+      **used,
       "distill/valid_tokens": report.valid_tokens,
       "distill/skipped_micro_batches": report.skipped,
       "progressive/stage": scalars.stage,
       "progressive/trainable_parameters": trainable_parameters,
   })
+
+
+def warn_if_lost(metrics: Metrics, update: int) -> None:
+  """Says where an update did nothing, or not all that it should."""
+  value = lambda name: float(_last(metrics[name][0]))
+  skipped = value("distill/skipped_micro_batches")
+  if skipped:
+    logging.warning(
+        "Update %d: %d micro-batches were not finite and are left out.",
+        update, skipped,
+    )
+  elif value("distill/valid_tokens") == 0:
+    logging.warning(
+        "Update %d did nothing: no token counts. Check labels and masks.",
+        update,
+    )
 
 
 def pop_rate(metrics: Metrics) -> Any:

@@ -89,7 +89,14 @@ class Anneal:
 def anneal(
     start: float, end: float, kind: str, *, updates: int | None = None
 ) -> Anneal:
-  """A schedule from `start` to `end`; see `Anneal`.
+  """A schedule from `start` at the first update to `end` at the last.
+
+  Args:
+    start: value at count 0.
+    end: value at count updates - 1 and after it.
+    kind: "linear", "cosine" or "exponential".
+    updates: the length; None takes that of the run, or of the stage that the
+      schedule is given to.
 
   >>> tau = anneal(4.0, 1.0, "linear", updates=10)
   >>> [tau(0), tau(6), tau(9), tau(50)]

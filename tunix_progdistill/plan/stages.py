@@ -170,7 +170,7 @@ class StagePlan:
       if i < len(stages) - 1 and stage.updates is None and stage.epochs is None:
         raise errors.invalid(
             f"stages[{i}]", "must have a length (only the last may be open)",
-            stage.name or i, "give it updates= or epochs=",
+            None, "give it updates= or epochs=",
         )
     for field in ("learning_rate", "temperature", "alpha"):
       schedules.check(field, getattr(self, field))
