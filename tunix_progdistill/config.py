@@ -31,20 +31,33 @@ class ProgressiveConfig:
   log_kl_div_tau1: bool = False
 
   def __post_init__(self):
+    errors.plain_fields(self)
     if isinstance(self.plan, Mapping):
-      object.__setattr__(self, "plan", stages.StagePlan(**self.plan))
+      plan = stages.StagePlan.from_mapping(self.plan)
+      object.__setattr__(self, "plan", plan)
     if not isinstance(self.plan, stages.StagePlan):
       raise errors.invalid(
           "progressive.plan", "must be a StagePlan", self.plan,
           "write StagePlan(stages=(...)) or StagePlan.three_stages()",
       )
-    if isinstance(self.updates_per_epoch, int) and self.updates_per_epoch < 1:
+    per_epoch = self.updates_per_epoch
+    if isinstance(per_epoch, int):
+      known = per_epoch >= 1
+    else:
+      known = per_epoch is None or (
+          isinstance(per_epoch, Sized) and not isinstance(per_epoch, str)
+          and len(per_epoch) > 0
+      )
+    if not known:
       raise errors.invalid(
-          "progressive.updates_per_epoch", "must be >= 1",
-          self.updates_per_epoch, "count optimizer updates, not micro-batches",
+          "progressive.updates_per_epoch",
+          "must be a whole number >= 1, or data with a length", per_epoch,
+          "count optimizer updates, not micro-batches",
       )
     norm = self.max_grad_norm
-    if norm is not None and not norm > 0:
+    if norm is not None and not (
+        isinstance(norm, (int, float)) and 0 < norm < float("inf")
+    ):
       raise errors.invalid(
           "progressive.max_grad_norm", "must be > 0", norm,
           "leave it out for no clipping",
@@ -81,7 +94,9 @@ def as_progressive(value: Any) -> ProgressiveConfig | None:
         )
     plan = {k: v for k, v in value.items() if k in of_plan}
     rest = {k: v for k, v in value.items() if k in own}
-    return ProgressiveConfig(plan=stages.StagePlan(**plan), **rest)
+    return ProgressiveConfig(
+        plan=stages.StagePlan.from_mapping(plan), **rest
+    )
   raise errors.invalid(
       "progressive", "must be a StagePlan, a ProgressiveConfig or a mapping",
       value, "write TrainingConfig(progressive=StagePlan(stages=(...)), ...)",

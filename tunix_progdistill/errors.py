@@ -1,6 +1,27 @@
 """One shape for every message about a bad argument."""
 
+import dataclasses
 from typing import Any
+
+import numpy as np
+
+
+def plain(value: Any) -> Any:
+  """A numpy or jax scalar as a Python number; anything else as it is.
+
+  Plans are compared and saved as JSON, which knows no numpy.
+  """
+  if isinstance(value, np.generic) or (
+      getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+  ):
+    return value.item()
+  return value
+
+
+def plain_fields(owner: Any) -> None:
+  """`plain` for every field of a frozen dataclass."""
+  for field in dataclasses.fields(owner):
+    object.__setattr__(owner, field.name, plain(getattr(owner, field.name)))
 
 
 def invalid(field: str, rule: str, value: Any, remedy: str) -> ValueError:

@@ -13,6 +13,7 @@ from tunix.distillation import distillation_trainer
 from tunix.distillation import strategies
 from tunix.distillation.strategies import logit
 from tunix.sft import metrics_logger as metrics_logger_lib
+from tunix.sft import peft_trainer
 from tunix.sft import sharding_utils
 from tunix.sft import utils as sft_utils
 
@@ -71,16 +72,27 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       training_config: distillation_trainer.TrainingConfig,
   ):
     """See the class."""
-    if not isinstance(teacher_model, nnx.Module):
-      raise errors.invalid(
-          "teacher_model", "must be an nnx.Module",
-          type(teacher_model).__name__, "load the teacher first",
-      )
+    for name, value, kind in (
+        ("student_model", student_model, nnx.Module),
+        ("teacher_model", teacher_model, nnx.Module),
+        ("strategy", strategy, strategies.BaseStrategy),
+        ("training_config", training_config, peft_trainer.TrainingConfig),
+    ):
+      if not isinstance(value, kind):
+        raise errors.invalid(
+            name, f"must be a {kind.__name__}", type(value).__name__,
+            "see the class's docstring",
+        )
+    training_config = _checked(training_config)
     wrt = (
         nnx.LoRAParam if sft_utils.is_lora_enabled(student_model)
         else nnx.Param
     )
     _check_apart(student_model, teacher_model, wrt)
+    # Before the engine looks at the student: a strategy may wrap its modules.
+    student_model, teacher_model = strategy.pre_process_models(
+        student_model, teacher_model
+    )
     families.check_pair(student_model, teacher_model)
     checkpoints.check_writable(training_config.checkpoint_root_directory)
     section = config_lib.as_progressive(
@@ -147,8 +159,9 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     bare = copy.copy(training_config)
     bare.gradient_accumulation_steps = None
     super().__init__(
-        student_model, teacher_model, strategy, optax.set_to_zero(), bare
+        student_model, teacher_model, _Wrapped(), optax.set_to_zero(), bare
     )
+    self.strategy = strategy
     self.gen_model_input_fn = _model_inputs
     if hasattr(self, "grad_accumulator"):
       self.grad_accumulator = None
@@ -194,7 +207,23 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     Args:
       kind: "advance" ends the current stage; "scale_rate" multiplies the rate.
       value: the factor of "scale_rate".
+
+    Raises:
+      ValueError: it could have no effect.
     """
+    last = len(self._engine.plan.stages) - 1
+    if kind == state_lib.ADVANCE and self._engine.stage == last:
+      raise errors.invalid(
+          "kind", "must not be advance in the last stage", kind,
+          "end the run instead",
+      )
+    if kind == state_lib.SCALE_RATE and not any(
+        s.learning_rate for s in self._engine.plan.stages
+    ):
+      raise errors.invalid(
+          "kind", "must not be scale_rate where the plan sets no rate", kind,
+          "set learning_rate in the plan",
+      )
     open_window = self.iter_steps % self._accumulation != 0
     self._engine.record(
         state_lib.Event(
@@ -237,7 +266,6 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     fillers = (
         0 if self.is_managed_externally else self._engine.run_state.fillers
     )
-    self._engine.take_over()
     self._meter.restart()
     try:
       super().train(
@@ -346,6 +374,13 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     return ["loss", "perplexity", "distill/kl_div", "progressive/stage"]
 
 
+class _Wrapped:
+  """Stands for a strategy that has pre-processed its models already."""
+
+  def pre_process_models(self, student: Any, teacher: Any) -> tuple[Any, Any]:
+    return student, teacher
+
+
 def _check_no_scalars(plan: stages.StagePlan, strategy: Any) -> None:
   """Raises ValueError where the plan sets what the strategy cannot read."""
   for owner, where in (
@@ -399,15 +434,39 @@ def _check_apart(
     )
 
 
+def _checked(
+    config: distillation_trainer.TrainingConfig,
+) -> distillation_trainer.TrainingConfig:
+  """The config with its counts as Python ints.
+
+  Raises:
+    ValueError: a count that is none.
+  """
+  config = copy.copy(config)
+  for field, optional in (
+      ("max_steps", True), ("gradient_accumulation_steps", True),
+      ("eval_every_n_steps", False),
+  ):
+    value = errors.plain(getattr(config, field))
+    setattr(config, field, value)
+    if value is None and optional:
+      continue
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+      raise errors.invalid(
+          field, "must be >= 1 and a whole number", value,
+          "leave it out" if optional else "evaluate e.g. every 100 updates",
+      )
+  if config.checkpoint_root_directory == "":
+    raise errors.invalid(
+        "checkpoint_root_directory", "must name a folder", "", "leave it out"
+    )
+  return config
+
+
 def _with_length(
     config: distillation_trainer.TrainingConfig, planned: int | None
 ) -> distillation_trainer.TrainingConfig:
   """The config with the plan's length as `max_steps`, where it has none."""
-  if config.max_steps is not None and config.max_steps < 1:
-    raise errors.invalid(
-        "max_steps", "must be >= 1", config.max_steps,
-        "leave it out to run the whole plan",
-    )
   if planned is None:
     return config
   if config.max_steps is None:

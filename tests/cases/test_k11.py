@@ -167,7 +167,7 @@ def test_k11_1_frozen_leaf_shares_its_array_with_a_trainable_one():
   assert not np.array_equal(np.array(student.b[...]), seen[2][1])
 
 
-def keeps_parameters() -> optax.GradientTransformation:
+def keeps_parameters(rate=0.1) -> optax.GradientTransformation:
   """SGD that remembers where it started, as averaging optimizers do."""
 
   def init(params):
@@ -175,7 +175,7 @@ def keeps_parameters() -> optax.GradientTransformation:
 
   def update(grads, state, params=None):
     del params
-    return jax.tree.map(lambda g: -0.1 * g, grads), state
+    return jax.tree.map(lambda g: -rate * g, grads), state
 
   return optax.GradientTransformation(init, update)
 
@@ -190,7 +190,7 @@ def test_k11_1_optimizer_state_holds_the_parameters(stages, kind):
       student=student, teacher=toys.Table(common.TEACHER),
       optimizer=(
           keeps_parameters() if kind == "plain"
-          else lambda lr: keeps_parameters()
+          else keeps_parameters
       ),
       progressive=tpd.StagePlan(
           stages=(tpd.Stage(updates=2, learning_rate=rate),) * stages

@@ -106,8 +106,7 @@ class CompleteWindowsHooks(hooks.DataHooks):
       return batch
     if self._number == 0 and train_ctx.train_steps == 0:
       raise ValueError(_EMPTY)
-    if self._number % self._every:
-      self._number += 1
+    if train_ctx.iter_steps % self._every:
       return FILLER
     return None
 

@@ -5,6 +5,7 @@ that its own manager reads what is written here.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 import json
 import pathlib
@@ -23,8 +24,15 @@ _MODEL, _OPTIMIZER = "model_params", "optimizer_state"
 _SECONDS_BETWEEN_SAVES = 180  # Tunix's default
 _KEPT = 3  # likewise
 
-# What a truncated, half-written or foreign file shows itself by.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError)
+# What a truncated, half-written or foreign file shows itself by. Other errors
+# of the file system may pass: they must not throw a good checkpoint away.
+UNREADABLE = (
+    FileNotFoundError,
+    NotADirectoryError,
+    ValueError,
+    KeyError,
+    TypeError,
+)
 
 
 def _options(options: Any) -> ocp.CheckpointManagerOptions:
@@ -110,6 +118,10 @@ class CheckpointManager:
     """The newest step, readable or not."""
     return None if self._manager is None else self._manager.latest_step()
 
+  def steps(self) -> list[int]:
+    """All steps, oldest first."""
+    return [] if self._manager is None else sorted(self._manager.all_steps())
+
   def run_metadata(self, step: int) -> dict[str, Any]:
     """The run's state that was saved with `step`; {} if it was not ours."""
     metadata = self._manager.metadata(step).custom_metadata or {}
@@ -122,12 +134,31 @@ class CheckpointManager:
     out = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
+        self._check_whole(step)
         self.run_metadata(step)
       except UNREADABLE as e:
         warn_unreadable(step, e)
         continue
       out.append(step)
     return out
+
+  def _check_whole(self, step: int) -> None:
+    """Raises what `UNREADABLE` holds where files of a step are missing."""
+    folder = self._manager.directory / str(step)
+    json.loads((folder / "_CHECKPOINT_METADATA").read_text())
+    if not (folder / _MODEL).exists():
+      raise FileNotFoundError(f"{_MODEL} is missing")
+
+  def set_aside(self, steps: Iterable[int]) -> None:
+    """Renames checkpoints to `unreadable-<step>`, so that their steps are free.
+
+    Orbax writes no step at or below its latest: a run that went back behind an
+    unreadable checkpoint could save nothing until it was past it.
+    """
+    for step in steps:
+      folder = self._manager.directory / str(step)
+      folder.rename(self._manager.directory / f"unreadable-{step}")
+    self._manager.reload()
 
   def save(
       self,
@@ -150,7 +181,7 @@ class CheckpointManager:
       return False
     if custom_metadata is None:
       custom_metadata = self._user_metadata()
-    params = nnx.state(model, nnx.LoRAParam if save_only_lora_params else ...)
+    params = nnx.state(model, _saved(save_only_lora_params))
     items = {_MODEL: ocp.args.PyTreeSave(item=modules.raw_keys(params))}
     if optimizer is not None:
       state = nnx.state(optimizer, nnx.optimizer.OptState)
@@ -183,9 +214,7 @@ class CheckpointManager:
     if self._manager is None or step is None:
       return 0, {}
     metadata = self._manager.metadata(step)
-    params = nnx.state(
-        model, nnx.LoRAParam if restore_only_lora_params else ...
-    )
+    params = nnx.state(model, _saved(restore_only_lora_params))
     items = {_MODEL: _restore_args(modules.raw_keys(params))}
     if optimizer is not None:
       state = nnx.state(optimizer, nnx.optimizer.OptState)
@@ -213,7 +242,7 @@ class CheckpointManager:
     if self._manager is None:
       return
     self.wait()
-    steps = self._manager.all_steps()
+    steps = self._manager.all_steps(read=True)
     self._manager.close()
     last = self._last_requested
     if last is not None and last not in steps:
@@ -221,6 +250,14 @@ class CheckpointManager:
           f"the checkpoint of update {last} was not written; the last good "
           f"one is {max(steps, default=None)}"
       )
+
+
+def _saved(only_lora: bool) -> nnx.filterlib.Filter:
+  """What is saved: of a LoRA student the adapters, and what is no parameter.
+
+  Dropout keys and batch statistics belong to a run as much as its weights.
+  """
+  return nnx.Any(nnx.LoRAParam, nnx.Not(nnx.Param)) if only_lora else ...
 
 
 def warn_unreadable(step: int, error: Exception) -> None:

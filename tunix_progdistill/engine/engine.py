@@ -92,7 +92,7 @@ class Engine:
       self._trainable_parameters.append(sum(sizes[p] for p in paths))
     self._stage = -1
     self._groups: dict[str, frozenset[str]] = {}
-    self._owned: set[str] = set()
+    self._written: dict[str, jax.Array] = {}
     self._live: _Live | None = None
     self._window: step_lib.Window | None = None
     self._steps: dict[Any, Any] = {}
@@ -194,6 +194,7 @@ class Engine:
         learning_rate=np.float32(values.learning_rate or 0.0),
     )
     parts = self._variables()
+    self._own(parts)
     blueprint = step_lib.Blueprint(
         graph=parts.graph,
         paths=parts.paths,
@@ -229,9 +230,8 @@ class Engine:
     return report
 
   def _variables(self) -> "_Live":
-    """The student's variables in this stage; the first call takes them over."""
+    """The student's variables in this stage."""
     if self._live is None:
-      self._own()
       self._live = _Live(self.model, self._filter, self.optimizer)
     return self._live
 
@@ -239,6 +239,7 @@ class Engine:
     parts = self._variables()
     parts.trainable.write(state.trainable)
     parts.mutable.write(state.mutable)
+    self._written = {**state.trainable, **state.mutable}
     parts.write_optimizer(state.optimizer)
     self._window = state.window
 
@@ -274,26 +275,21 @@ class Engine:
     self._compiles[self._stage] += 1
     return step.lower(*args).compile()
 
-  def take_over(self) -> None:
-    """Makes the student's leaves the engine's own again, at the next step.
-
-    To be called when somebody else may have set them.
-    """
-    self._owned = set()
-    self._live = None
-
-  def _own(self) -> None:
-    """Copies leaves that somebody else may hold, once, before they are donated.
+  def _own(self, parts: "_Live") -> None:
+    """Copies leaves that somebody else may hold, before they are donated.
 
     The teacher may share arrays with the student, two leaves may be one array,
-    and the caller may have kept the initial weights to compare with.
+    the caller may have kept the initial weights, and a hook may have set some:
+    only what the last step wrote is known to be the engine's alone.
     """
-    moving = modules.LiveVariables(
-        self.model, nnx.Any(self._filter, nnx.Not(nnx.Param))
-    )
-    values = {n: v for n, v in moving.read().items() if n not in self._owned}
-    moving.write(jax.tree.map(_copy, values))
-    self._owned |= set(values)
+    for variables in (parts.trainable, parts.mutable):
+      copies = {
+          n: _copy(v, self._written.get(n))
+          for n, v in variables.read().items()
+          if v is not self._written.get(n)
+      }
+      variables.write(copies)
+      self._written |= copies
 
   # -- evaluation
 
@@ -376,9 +372,12 @@ def _signature(tree: Any) -> Any:
   )
 
 
-def _copy(x: Any) -> jax.Array:
-  """A jax array of its own, also of a numpy array."""
-  return jnp.array(x, copy=True)
+def _copy(x: Any, before: jax.Array | None) -> jax.Array:
+  """An array of its own, also of a numpy array, placed as the one before."""
+  copy = jnp.array(x, copy=True)
+  if before is None or copy.sharding == before.sharding:
+    return copy
+  return jax.device_put(copy, before.sharding)
 
 
 def _mesh_of(model: nnx.Module) -> Any:

@@ -30,6 +30,7 @@ import optax
 
 from tunix_progdistill import errors
 from tunix_progdistill import freezing
+from tunix_progdistill import modules
 
 FACTORY, INJECTED, PLAIN = "factory", "injected", "plain"
 
@@ -126,6 +127,12 @@ def understand(argument: Argument, *, stages_with_rate: list[bool]) -> Spec:
     )
   if _accumulating(made):
     raise _accumulates()
+  if _ignores_rate(spec):
+    raise errors.invalid(
+        "optimizer", "must use the learning rate that it is given",
+        "a factory with a rate of its own",
+        "write lambda lr: optax.adamw(lr), or pass the transformation itself",
+    )
   if len(stages_with_rate) > 1 and _couples_leaves(spec):
     raise errors.invalid(
         "optimizer", "must treat every parameter by itself",
@@ -147,8 +154,26 @@ def _accumulating(tx: optax.GradientTransformation) -> bool:
   return bool(_find(state, lambda x: isinstance(x, optax.MultiStepsState)))
 
 
-def _probe() -> dict[str, jax.Array]:
-  return {"a": jnp.full((2, 2), 0.5), "b": jnp.full((2, 2), 0.25)}
+def _probe(**sizes: float) -> nnx.State:
+  """Two small parameters, of the kind that a factory is given; or fewer."""
+  sizes = sizes or {"a": 0.5, "b": 0.25}
+  return nnx.from_flat_state(
+      [((name, "kernel"), jnp.full((2, 2), v)) for name, v in sizes.items()]
+  )
+
+
+def _ignores_rate(spec: Spec) -> bool:
+  """Whether a factory's update is the same at two rates."""
+  params = _probe()
+  updates = []
+  for rate in (1.0, 0.25):
+    tx, rate = spec.at(jnp.float32(rate)), jnp.float32(rate)
+    state = _set_rate(tx.init(params), rate)
+    updates.append(tx.update(params, state, params)[0])
+  return all(
+      np.array_equal(a, b)
+      for a, b in zip(*map(jax.tree.leaves, updates), strict=True)
+  )
 
 
 def _couples_leaves(spec: Spec) -> bool:
@@ -157,22 +182,21 @@ def _couples_leaves(spec: Spec) -> bool:
   A clip by global norm inside a factory would become one clip per group. Two
   updates are compared, for Adam's first one forgets the gradient's scale.
   """
-  params = _probe()
   tx = spec.at(jnp.float32(1.0))
 
-  def last_update(names):
-    p = {k: params[k] for k in names}
-    state = tx.init(p)
+  def last_update(*names):
+    p = _probe(**{k: {"a": 0.5, "b": 0.25}[k] for k in names})
+    state = _set_rate(tx.init(p), jnp.float32(1.0))
     updates = p
     for sizes in ({"a": 300.0, "b": 4.0}, {"a": 1e-3, "b": 4.0}):
-      grads = {k: jnp.full((2, 2), sizes[k]) for k in names}
+      grads = _probe(**{k: sizes[k] for k in names})
       updates, state = tx.update(grads, state, p)
-    return updates
+    return named_leaves(updates)
 
-  both = last_update(params)
-  alone = {k: last_update([k])[k] for k in params}
+  both = last_update("a", "b")
+  alone = last_update("a") | last_update("b")
   return any(
-      not np.allclose(both[k], alone[k], rtol=1e-4, atol=1e-7) for k in params
+      not np.allclose(both[k], alone[k], rtol=1e-4, atol=1e-7) for k in both
   )
 
 
@@ -238,34 +262,50 @@ def carried_states(
     if group not in old:
       continue
     everything = set(old[group])
-    holds_params = lambda x: isinstance(x, dict) and set(x) == everything  # pylint: disable=cell-var-from-loop
     out[group] = _map_nodes(
-        lambda x: {p: x[p] for p in sorted(paths)},  # pylint: disable=cell-var-from-loop
+        lambda x: nnx.from_flat_state(
+            [v for n, v in _flat(x).items() if n in paths]
+        ),
         old_state[group],
-        holds_params,
+        lambda x: isinstance(x, nnx.State) and set(_flat(x)) == everything,
     )
   return out
+
+
+def _flat(state: nnx.State) -> dict[str, tuple[Any, Any]]:
+  """Name -> (path, value); a masked leaf is a value."""
+  return {modules.path_name(p): (p, v) for p, v in nnx.to_flat_state(state)}
 
 
 def grouped(
     spec: Spec,
     groups: Groups,
     *,
+    paths: Mapping[str, Any],
     carried: Mapping[str, Any] | None = None,
     update: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   """One transformation over all groups; its state is {group: inner state}.
+
+  Each inner transformation sees a nested `nnx.State` of its group's leaves, as
+  `nnx.Optimizer` would give it, so that a mask by path chooses the same leaves.
 
   `update(grads, state, params, learning_rate=...)` needs the rate of this
   update, unless the optimizer keeps its own.
 
   Args:
     spec: the optimizer.
-    groups: group -> paths of its leaves.
+    groups: group -> names of its leaves.
+    paths: name -> path of each leaf.
     carried: states of groups that go on.
     update: the run's count, for schedules inside an optimizer that starts anew.
   """
   carried = carried or {}
+
+  def nest(leaves, group):
+    return nnx.from_flat_state(
+        [(paths[n], leaves[n]) for n in sorted(groups[group])]
+    )
 
   def init(params):
     leaves = named_leaves(params)
@@ -275,7 +315,7 @@ def grouped(
         state[group] = carried[group]
       else:
         fresh = spec.at(jnp.float32(0.0)).init(
-            {p: leaves[p] for p in sorted(groups[group])}
+            nest(leaves, group)
         )
         if spec.kind != FACTORY:
           fresh = _set_schedule_counts(fresh, update)
@@ -288,14 +328,13 @@ def grouped(
     updates: dict[str, Any] = {}
     new_state: dict[str, Any] = {}
     for group in sorted(groups):
-      paths = sorted(groups[group])
       inner = state[group]
       if learning_rate is not None:
         inner = _set_rate(inner, learning_rate)
       out, new_state[group] = tx.update(
-          {k: g[k] for k in paths}, inner, {k: p[k] for k in paths}, **extra
+          nest(g, group), inner, nest(p, group), **extra
       )
-      updates |= out
+      updates |= named_leaves(out)
     names = list(g)
     treedef = jax.tree.structure(grads)
     return jax.tree.unflatten(treedef, [updates[n] for n in names]), new_state
@@ -361,11 +400,14 @@ def make(
     carried: see `grouped`.
     update: see `grouped`.
   """
-  paths = frozenset().union(*groups.values())
-  which = nnx.All(wrt, freezing.filter_of(paths))
-  optimizer = nnx.Optimizer(
-      model, grouped(spec, groups, carried=carried, update=update), wrt=which
-  )
+  leaves = frozenset().union(*groups.values())
+  which = nnx.All(wrt, freezing.filter_of(leaves))
+  paths = {
+      modules.path_name(p): p
+      for p, _ in nnx.to_flat_state(nnx.state(model, which))
+  }
+  tx = grouped(spec, groups, paths=paths, carried=carried, update=update)
+  optimizer = nnx.Optimizer(model, tx, wrt=which)
   # A state that holds one array twice, or a parameter, cannot be donated.
   seen = {id(x) for x in jax.tree.leaves(nnx.state(model))}
   for variable in jax.tree.leaves(

@@ -84,9 +84,11 @@ class RunCheckpoints(checkpoints.CheckpointManager):
       self._accept(candidate)
       self._engine.start(candidate)
       try:
-        return super().maybe_restore(
+        restored = super().maybe_restore(
             model, self._engine.optimizer, candidate, restore_only_lora_params
         )
+        self.set_aside(s for s in self.steps() if s > candidate)
+        return restored
       except checkpoints.UNREADABLE as e:
         checkpoints.warn_unreadable(candidate, e)
         first_error = first_error or e

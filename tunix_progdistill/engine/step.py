@@ -62,7 +62,8 @@ class Report:
   """The window so far, as means over its valid tokens.
 
   Attributes:
-    loss: the objective; NaN where no token counts.
+    loss: the objective; NaN where every micro-batch was skipped, 0 where no
+      token counts.
     parts: the objective's parts.
     valid_tokens: how many tokens counted.
     skipped: micro-batches that were not finite.
@@ -143,11 +144,11 @@ def make_train_step(blueprint: Blueprint) -> Callable[..., Any]:
     )
     (total, (out, mutable)), grads = differentiate(state.trainable)
     finite = jnp.isfinite(total) & jnp.isfinite(_square_norm(grads))
-    keep = lambda new, old: jax.tree.map(
-        lambda a, b: jnp.where(finite, a, b), new, old
+    keep = lambda when, new, old: jax.tree.map(
+        lambda a, b: jnp.where(when, a, b), new, old
     )
-    out = keep(out, jax.tree.map(jnp.zeros_like, out))
-    mutable = keep(mutable, state.mutable)
+    out = keep(finite, out, jax.tree.map(jnp.zeros_like, out))
+    mutable = keep(finite & (batch.weight > 0), mutable, state.mutable)
     skipped = jnp.where(finite | (batch.weight == 0), 0, 1).astype(jnp.int32)
     window = state.window
     if window is None:
@@ -170,7 +171,7 @@ def make_train_step(blueprint: Blueprint) -> Callable[..., Any]:
       window = jax.tree.map(
           fresh, Window(grads=grads, terms=sums, skipped=skipped)
       )
-    lost = sums.count == 0  # a mean over nothing is not a loss of 0
+    lost = (sums.count == 0) & (skipped > 0)
     report = Report(
         loss=jnp.where(lost, jnp.nan, reduce.mean(sums.total, sums.count)),
         parts={

@@ -32,7 +32,8 @@ Metrics = dict[str, tuple[list[Any], Any]]
 
 
 def _last(values: list[Any]) -> np.ndarray:
-  return np.asarray(values[-1], dtype=np.float32)
+  # A copy: a view would keep the device's array alive in the history.
+  return np.array(values[-1], dtype=np.float32)
 
 
 def _metrics(values: dict[str, Any]) -> Metrics:

@@ -102,11 +102,16 @@ class RunPlan:
           values["learning_rate"] *= event.value
     return Scalars(stage=i, **values)
 
-  def check(self) -> None:
-    """Samples every schedule; raises ValueError where one leaves its range."""
+  def check(self, max_steps: int | None = None) -> None:
+    """Samples every schedule; raises ValueError where one leaves its range.
+
+    Args:
+      max_steps: updates that the run will not go beyond.
+    """
     for start, stage in zip(self.starts(), self.stages, strict=True):
       for offset in _samples(stage.length):
-        self.scalars(start + offset)
+        if max_steps is None or start + offset < max_steps:
+          self.scalars(start + offset)
 
   def fingerprint(self) -> dict[str, Any]:
     """A JSON description that differs where the plan would train otherwise.

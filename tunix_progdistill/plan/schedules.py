@@ -38,6 +38,7 @@ class Anneal:
   updates: int | None = None
 
   def __post_init__(self):
+    errors.plain_fields(self)
     for field in ("start", "end"):
       value = getattr(self, field)
       if not _is_number(value):

@@ -58,12 +58,15 @@ class Stage:
   alpha: Value | None = None
 
   def __post_init__(self):
+    errors.plain_fields(self)
     for field in ("trainable", "frozen"):
       rules = getattr(self, field)
       if rules is None:
         continue
       if isinstance(rules, str):
         rules = (rules,)
+      if not isinstance(rules, Sequence):
+        rules = ()
       object.__setattr__(self, field, tuple(rules))
       if not rules or not all(isinstance(r, str) and r for r in rules):
         raise errors.invalid(
@@ -148,13 +151,15 @@ class StagePlan:
   alpha: Value | None = None
 
   def __post_init__(self):
+    errors.plain_fields(self)
     stages = self.stages
     if isinstance(stages, Stage) or not isinstance(stages, Sequence):
       raise errors.invalid(
           "stages", "must be a list of stages", stages, "write (Stage(...),)"
       )
     stages = tuple(
-        Stage(**s) if isinstance(s, Mapping) else s for s in stages
+        _stage_of(i, s) if isinstance(s, Mapping) else s
+        for i, s in enumerate(stages)
     )
     object.__setattr__(self, "stages", stages)
     if not stages:
@@ -174,6 +179,26 @@ class StagePlan:
         )
     for field in ("learning_rate", "temperature", "alpha"):
       schedules.check(field, getattr(self, field))
+
+  @classmethod
+  def from_mapping(cls, fields: Mapping[str, Any]) -> "StagePlan":
+    """A plan from its fields by name, as a config file has them.
+
+    Raises:
+      ValueError: an unknown or missing field, or a value out of range.
+    """
+    known = [f.name for f in dataclasses.fields(cls)]
+    for key in fields:
+      if key not in known:
+        raise errors.invalid(
+            "plan", "must hold known keys only", key,
+            f"known are {', '.join(known)}",
+        )
+    if "stages" not in fields:
+      raise errors.invalid(
+          "plan", "must hold stages", sorted(fields), "add stages"
+      )
+    return cls(**fields)
 
   @classmethod
   def three_stages(
@@ -278,8 +303,22 @@ class StagePlan:
           )
       )
     plan = run.RunPlan(stages=tuple(runs))
-    plan.check()
+    plan.check(max_steps)
     return plan
+
+
+def _stage_of(number: int, fields: Mapping[str, Any]) -> Stage:
+  known = [f.name for f in dataclasses.fields(Stage)]
+  for key in fields:
+    if key not in known:
+      raise errors.invalid(
+          f"stages[{number}]", "must hold known keys only", key,
+          f"known are {', '.join(known)}",
+      )
+  try:
+    return Stage(**fields)
+  except ValueError as e:
+    raise ValueError(f"stages[{number}].{e}") from None
 
 
 def _span(field: str, value: Value, updates: int | None) -> Value:

@@ -26,6 +26,7 @@ class Event:
   value: float = 1.0
 
   def __post_init__(self):
+    errors.plain_fields(self)
     if self.kind not in KINDS:
       raise errors.invalid(
           "event.kind", f"must be one of {', '.join(KINDS)}", self.kind,
@@ -35,7 +36,7 @@ class Event:
       raise errors.invalid(
           "event.update", "must be >= 0", self.update, "count updates from 0"
       )
-    if not self.value > 0:
+    if not isinstance(self.value, (int, float)) or not self.value > 0:
       raise errors.invalid(
           "event.value", "must be > 0", self.value, "try 0.5 to halve the rate"
       )

@@ -1,5 +1,6 @@
 """A student of the same width, made of some of the teacher's layers."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence
 import copy
 import dataclasses
@@ -34,13 +35,15 @@ def from_layers(teacher: nnx.Module, layers: Sequence[int]) -> nnx.Module:
   """
   path = families.of(teacher).layers.split("/")
   source = _follow(teacher, path)
-  layers = list(layers)
+  if isinstance(layers, str) or not isinstance(layers, Iterable):
+    layers = ()
+  layers = [errors.plain(i) for i in layers]
   if not layers:
     raise errors.invalid(
         "layers", "must name at least one layer", layers, "try (0, 1)"
     )
   for i in layers:
-    if not 0 <= i < len(source):
+    if not isinstance(i, int) or not 0 <= i < len(source):
       raise errors.invalid(
           "layers", f"must be numbers from 0 to {len(source) - 1}", i,
           "count the teacher's layers from 0",
