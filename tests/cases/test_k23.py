@@ -46,7 +46,7 @@ def moments(trainer, layer="layers/0"):
   state = nnx.as_pure(trainer.optimizer.opt_state)
   return [
       leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
-      if layer in jax.tree_util.keystr(path)
+      if layer in "/".join(str(getattr(k, "key", "")) for k in path)
   ]
 
 

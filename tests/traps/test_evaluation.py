@@ -176,9 +176,15 @@ def test_evaluation_changes_no_training():
 
 
 def test_empty_evaluation_is_harmless():
-  """Trap 5: a generator without a batch neither raises nor logs."""
+  """Trap 5: data without a batch neither raise nor log."""
+
+  class Empty:
+
+    def __iter__(self):
+      return iter(())
+
   trainer = _trainer()
-  trainer.train([_EVAL[1]] * 3, (b for b in []))
+  trainer.train([_EVAL[1]] * 3, Empty())
   assert trainer.train_steps == 3
   assert not trainer.metrics_logger.metric_exists("", "loss", "eval")
 
