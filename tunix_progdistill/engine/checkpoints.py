@@ -5,7 +5,6 @@ that its own manager reads what is written here.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from collections.abc import Mapping
 import json
 import pathlib
@@ -129,10 +128,8 @@ class CheckpointManager:
 
   def readable_steps(self) -> list[int]:
     """Steps whose metadata can be read, newest first."""
-    if self._manager is None:
-      return []
     out = []
-    for step in sorted(self._manager.all_steps(), reverse=True):
+    for step in reversed(self.steps()):
       try:
         self._check_whole(step)
         self.run_metadata(step)
@@ -149,12 +146,14 @@ class CheckpointManager:
     if not (folder / _MODEL).exists():
       raise FileNotFoundError(f"{_MODEL} is missing")
 
-  def set_aside(self, steps: Iterable[int]) -> None:
+  def set_aside(self, steps: list[int]) -> None:
     """Renames checkpoints to `unreadable-<step>`, so that their steps are free.
 
     Orbax writes no step at or below its latest: a run that went back behind an
     unreadable checkpoint could save nothing until it was past it.
     """
+    if not steps:
+      return
     for step in steps:
       folder = self._manager.directory / str(step)
       folder.rename(self._manager.directory / f"unreadable-{step}")

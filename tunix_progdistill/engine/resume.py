@@ -87,7 +87,8 @@ class RunCheckpoints(checkpoints.CheckpointManager):
         restored = super().maybe_restore(
             model, self._engine.optimizer, candidate, restore_only_lora_params
         )
-        self.set_aside(s for s in self.steps() if s > candidate)
+        if step is None:  # a step that was asked for leaves the newer ones
+          self.set_aside([s for s in self.steps() if s > candidate])
         return restored
       except checkpoints.UNREADABLE as e:
         checkpoints.warn_unreadable(candidate, e)
