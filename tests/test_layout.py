@@ -11,8 +11,15 @@ _PACKAGE = pathlib.Path(__file__).parent.parent / "tunix_progdistill"
 _ROOMS = (
     "errors", "kernels", "plan", "modules", "families", "freezing", "teachers",
     "objectives", "strategy", "config", "monitor", "engine", "trainer",
+    "students", "weights", "data", "schema", "report", "run", "cli",
 )
-_BESIDE = {"students": ("errors", "families")}
+_BESIDE = {
+    "students": ("errors", "families"),
+    "weights": ("errors", "modules", "families", "students"),
+    "data": ("errors",),
+    "schema": ("errors", "plan", "config", "weights", "data"),
+    "report": ("errors",),
+}
 _FILES = sorted(_PACKAGE.rglob("*.py"))
 
 

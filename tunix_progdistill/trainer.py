@@ -11,28 +11,18 @@ import numpy as np
 import optax
 from tunix.distillation import distillation_trainer
 from tunix.distillation import strategies
-from tunix.distillation.strategies import logit
 from tunix.sft import metrics_logger as metrics_logger_lib
-from tunix.sft import peft_trainer
 from tunix.sft import sharding_utils
-from tunix.sft import utils as sft_utils
 
-from tunix_progdistill import config as config_lib
 from tunix_progdistill import errors
-from tunix_progdistill import families
-from tunix_progdistill import modules
-from tunix_progdistill import strategy as strategy_lib
 from tunix_progdistill.engine import batches
-from tunix_progdistill.engine import checkpoints
 from tunix_progdistill.engine import dispatch
 from tunix_progdistill.engine import engine as engine_lib
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.engine import resume
+from tunix_progdistill.engine import setup
 from tunix_progdistill.monitor import records
-from tunix_progdistill.objectives import foreign
-from tunix_progdistill.plan import stages
 from tunix_progdistill.plan import state as state_lib
-from tunix_progdistill.teachers import online
 
 Mode = metrics_logger_lib.Mode
 
@@ -72,97 +62,33 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       training_config: distillation_trainer.TrainingConfig,
   ):
     """See the class."""
-    for name, value, kind in (
-        ("student_model", student_model, nnx.Module),
-        ("teacher_model", teacher_model, nnx.Module),
-        ("strategy", strategy, strategies.BaseStrategy),
-        ("training_config", training_config, peft_trainer.TrainingConfig),
-    ):
-      if not isinstance(value, kind):
-        raise errors.invalid(
-            name, f"must be a {kind.__name__}", type(value).__name__,
-            "see the class's docstring",
-        )
-    training_config = _checked(training_config)
-    wrt = (
-        nnx.LoRAParam if sft_utils.is_lora_enabled(student_model)
-        else nnx.Param
+    parts = setup.assemble(
+        student_model, teacher_model, strategy, optimizer, training_config
     )
-    _check_apart(student_model, teacher_model, wrt)
-    # Before the engine looks at the student: a strategy may wrap its modules.
-    student_model, teacher_model = strategy.pre_process_models(
-        student_model, teacher_model
-    )
-    families.check_pair(student_model, teacher_model)
-    checkpoints.check_writable(training_config.checkpoint_root_directory)
-    section = config_lib.as_progressive(
-        getattr(training_config, "progressive", None)
-    ) or config_lib.ProgressiveConfig(
-        plan=stages.StagePlan(stages=(stages.Stage(),))
-    )
-    accumulation = training_config.get_with_default(
-        "gradient_accumulation_steps", 1
-    )
-    if type(strategy) is logit.LogitStrategy:  # a subclass has its own loss
-      strategy = strategy_lib.ProgressiveLogitStrategy.adopt(strategy)
-    ours = isinstance(strategy, strategy_lib.ProgressiveLogitStrategy)
-    if not ours:
-      _check_no_scalars(section.plan, strategy)
-    defaults = (
-        {"temperature": strategy.temperature, "alpha": strategy.alpha}
-        if ours else {}
-    )
-    plan = section.plan.resolve(
-        updates_per_epoch=section.epoch_updates(accumulation),
-        max_steps=training_config.max_steps,
-        **defaults,
-    )
-    training_config = _with_length(training_config, plan.updates)
-
-    self._engine = engine_lib.Engine(
-        model=student_model,
-        plan=plan,
-        optimizer=optimizer_lib.understand(
-            optimizer,
-            stages_with_rate=[s.learning_rate is not None for s in plan.stages],
-        ),
-        objective=(
-            strategy_lib.LogitObjective(
-                strategy, kl_div_tau1=section.log_kl_div_tau1
-            )
-            if ours else foreign.ForeignObjective(strategy)
-        ),
-        wrt=wrt,
-        accumulation=accumulation,
-        max_grad_norm=section.max_grad_norm,
-    )
-    self._fingerprint = resume.fingerprint(
-        plan,
-        accumulation=accumulation,
-        max_grad_norm=section.max_grad_norm,
-        optimizer=self._engine.optimizer_spec,
-    )
-    self._teacher = online.OnlineTeacher(
-        strategy.teacher_logits if ours else strategy.get_teacher_outputs
-    )
+    self._engine = parts.engine
+    self._fingerprint = parts.fingerprint
+    self._teacher = parts.teacher
+    self._accumulation = parts.accumulation
+    self._reads_scalars = parts.reads_scalars
     self._batch_shape: batches.Shape | None = None
+    self._position = batches.Position()
     self._eval_sums: records.EvalSums = records.EvalSums()
     self._meter = records.TokenMeter()
+    self._record_sink: records.Sink | None = None
     self._skip_jit = False
     self._logged_rate: Any = None
-    self._accumulation = accumulation
-    self._reads_scalars = ours
     # Optimizer and accumulation are the engine's: what Tunix's constructor
     # builds for them must hold no memory. It gets the real config back in the
     # setter of `checkpoint_manager`.
-    self._real_config = training_config
-    bare = copy.copy(training_config)
+    self._real_config = parts.config
+    bare = copy.copy(parts.config)
     bare.gradient_accumulation_steps = None
     super().__init__(
-        student_model, teacher_model, _Wrapped(), optax.set_to_zero(), bare
+        parts.student_model, parts.teacher_model, _Wrapped(),
+        optax.set_to_zero(), bare,
     )
-    self.strategy = strategy
-    self.gen_model_input_fn = _model_inputs
+    self.strategy = parts.strategy
+    self.gen_model_input_fn = batches.model_inputs
     if hasattr(self, "grad_accumulator"):
       self.grad_accumulator = None
 
@@ -191,7 +117,9 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         self.config.checkpointing_options,
         engine=self._engine,
         fingerprint=self._fingerprint,
+        position=self._position,
         user_metadata=self.custom_checkpoint_metadata,
+        before_save=self._flush_records,
     )
 
   # -- the run
@@ -200,6 +128,19 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
   def engine(self) -> engine_lib.Engine:
     """The engine: its plan, its stage, what each stage costs."""
     return self._engine
+
+  def with_record_sink(
+      self, sink: records.Sink
+  ) -> "ProgressiveDistillationTrainer":
+    """Calls `sink(kind, update, values)` with every record.
+
+    Args:
+      sink: kind is "train" (once for every update, counted from 1, and before
+        that update's checkpoint is written), "eval", or "event"; values are
+        floats by their names in the logs.
+    """
+    self._record_sink = sink
+    return self
 
   def record_event(self, kind: str, value: float = 1.0) -> None:
     """Deviates from the plan from the next update on; saved and resumed.
@@ -225,11 +166,14 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
           "set learning_rate in the plan",
       )
     open_window = self.iter_steps % self._accumulation != 0
-    self._engine.record(
-        state_lib.Event(
-            update=self.train_steps + open_window, kind=kind, value=value
-        )
+    event = state_lib.Event(
+        update=self.train_steps + open_window, kind=kind, value=value
     )
+    self._engine.record(event)
+    if self._record_sink is not None:
+      self._record_sink(
+          "event", event.update, {"event": kind, "value": value}
+      )
 
   def train(
       self,
@@ -263,14 +207,17 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     if hooks is not None:
       self.data_hooks = batches.CompleteWindowsHooks(hooks, self._accumulation)
     # Tunix skips no batch where somebody else counts them.
-    fillers = (
-        0 if self.is_managed_externally else self._engine.run_state.fillers
-    )
+    managed = self.is_managed_externally
     self._meter.restart()
     try:
       super().train(
-          batches.complete_windows(train_ds, self._accumulation, fillers)
-          if hooks is None else train_ds,
+          batches.complete_windows(
+              train_ds,
+              self._accumulation,
+              0 if managed else self._engine.run_state.fillers,
+              None if managed else self._position,
+              0 if managed else self.iter_steps,
+          ) if hooks is None else train_ds,
           eval_ds,
           cache_nnx_graph=cache_nnx_graph,
       )
@@ -305,7 +252,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       self._engine.run_state = self._engine.run_state.with_filler()
       return self._batch_shape.empty()
     if isinstance(input_data, dict):
-      input_data = _Batch(input_data)
+      input_data = batches.DictBatch(input_data)
     inputs = self.gen_model_input_fn(input_data)["inputs"]
     # On the mesh first, so that the teacher runs on each device's rows.
     inputs = sharding_utils.shard_input(
@@ -324,6 +271,7 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     report = self._engine.train_step(
         batch, self.train_steps, is_update, jit=not self._skip_jit
     )
+    self._position.commit()
     return report.loss, report, report.grad_norm
 
   def _eval_batch(self, batch: batches.Prepared):
@@ -358,6 +306,26 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       metrics_buffer.additional_metrics = evaluation
       self._logged_rate = None
     super()._write_metrics(metrics_buffer)
+    if self._record_sink is not None:
+      rate = self._logged_rate
+      self._record_sink(
+          str(self._mode),
+          int(metrics_buffer.step),
+          {
+              "loss": float(metrics_buffer.loss),
+              **records.plain(metrics_buffer.additional_metrics),
+              **({} if rate is None else {"learning_rate": float(rate)}),
+          },
+      )
+
+  def _flush_records(self) -> None:
+    """Writes the record of the last update, which Tunix keeps for the next.
+
+    A checkpoint must not be ahead of the records: a run that goes on from it
+    never comes by these updates again.
+    """
+    if self._prev_buffered_train_metrics is not None:
+      self._write_train_metrics()
 
   def _try_get_learning_rate(self) -> Any:
     """The rate of the update that is being written, not of the next one."""
@@ -379,107 +347,3 @@ class _Wrapped:
 
   def pre_process_models(self, student: Any, teacher: Any) -> tuple[Any, Any]:
     return student, teacher
-
-
-def _check_no_scalars(plan: stages.StagePlan, strategy: Any) -> None:
-  """Raises ValueError where the plan sets what the strategy cannot read."""
-  for owner, where in (
-      (plan, ""), *((s, f"stages[{i}].") for i, s in enumerate(plan.stages))
-  ):
-    for field in ("temperature", "alpha"):
-      if (value := getattr(owner, field)) is not None:
-        raise errors.invalid(
-            f"{where}{field}",
-            f"must not be set, for {type(strategy).__name__} does not read it",
-            value, "leave it out, or pass a ProgressiveLogitStrategy",
-        )
-
-
-class _Batch(dict):
-  """A dict batch, as grain gives it, with attributes as in TrainingInput."""
-
-  def __getattr__(self, name: str) -> Any:
-    if name not in self:
-      raise AttributeError(
-          f"batch must hold {name!r}, got {sorted(self)}; add it, or pass "
-          "with_gen_model_input_fn"
-      )
-    return self[name]
-
-
-def _model_inputs(batch: Any) -> dict[str, Any]:
-  """Tokens and mask, as in Tunix, and a loss mask where the batch has one."""
-  inputs = {"input_tokens": batch.input_tokens, "input_mask": batch.input_mask}
-  if (loss_mask := getattr(batch, "loss_mask", None)) is not None:
-    inputs["loss_mask"] = loss_mask
-  return {"inputs": inputs}
-
-
-def _check_apart(
-    student: nnx.Module, teacher: nnx.Module, wrt: nnx.filterlib.Filter
-) -> None:
-  """Raises ValueError where training the student would change the teacher.
-
-  Sharing arrays is fine, and so are variables that never train (the base of a
-  LoRA student).
-  """
-  moving = nnx.Any(wrt, nnx.Not(nnx.Param))
-  ours = {id(v): n for n, v in modules.LiveVariables(student, moving)}
-  shared = [ours[id(v)] for _, v in modules.LiveVariables(teacher)
-            if id(v) in ours]
-  if shared:
-    raise errors.invalid(
-        "teacher_model", "must not share variables with student_model",
-        shared[:3], "pass a copy: nnx.clone(teacher_model)",
-    )
-
-
-def _checked(
-    config: distillation_trainer.TrainingConfig,
-) -> distillation_trainer.TrainingConfig:
-  """The config with its counts as Python ints.
-
-  Raises:
-    ValueError: a count that is none.
-  """
-  config = copy.copy(config)
-  for field, optional in (
-      ("max_steps", True), ("gradient_accumulation_steps", True),
-      ("eval_every_n_steps", False),
-  ):
-    value = errors.plain(getattr(config, field))
-    setattr(config, field, value)
-    if value is None and optional:
-      continue
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-      raise errors.invalid(
-          field, "must be >= 1 and a whole number", value,
-          "leave it out" if optional else "evaluate e.g. every 100 updates",
-      )
-  if config.checkpoint_root_directory == "":
-    raise errors.invalid(
-        "checkpoint_root_directory", "must name a folder", "", "leave it out"
-    )
-  return config
-
-
-def _with_length(
-    config: distillation_trainer.TrainingConfig, planned: int | None
-) -> distillation_trainer.TrainingConfig:
-  """The config with the plan's length as `max_steps`, where it has none."""
-  if planned is None:
-    return config
-  if config.max_steps is None:
-    config = copy.copy(config)
-    config.max_steps = planned
-  elif config.max_steps < planned:
-    logging.warning(
-        "max_steps=%d ends the run before the plan's %d updates.",
-        config.max_steps, planned,
-    )
-  elif config.max_steps > planned:
-    logging.warning(
-        "max_steps=%d is more than the plan's %d updates: its last stage goes "
-        "on.", config.max_steps, planned,
-    )
-  return config

@@ -415,6 +415,19 @@ TABLE = [
         _takes(_Peft._write_metrics, "self", "metrics_buffer", exactly=True),
     ),
     Line(
+        "PeftTrainer._write_train_metrics", _TRAINER,
+        "write the record kept in _prev_buffered_train_metrics, and keep the "
+        "new one",
+        _says(
+            _Peft._write_train_metrics,
+            r"if self\._prev_buffered_train_metrics is None:",
+            r"self\._prev_buffered_train_metrics\.step \+= 1",
+            r"self\._write_metrics\(self\._prev_buffered_train_metrics\)",
+            r"self\._prev_buffered_train_metrics = "
+            r"self\._buffered_train_metrics",
+        ),
+    ),
+    Line(
         "PeftTrainer._try_get_learning_rate", _TRAINER,
         "give what is logged as learning_rate, nothing for None",
         _says(

@@ -1,8 +1,10 @@
 """Batches on their way to the step."""
 
+import base64
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
+import json
 from typing import Any
 
 import flax
@@ -62,32 +64,95 @@ _EMPTY = (
 )
 
 
+class Position:
+  """Where the training data stand, for data that can tell.
+
+  The iterators of grain, and any that has `get_state` and `set_state`, go on
+  from a saved state without reading again what was read.
+
+  Attributes:
+    trained: JSON of the state after the last batch that was trained on; None
+      where the data cannot tell. The loop may have fetched one batch more.
+  """
+
+  def __init__(self):
+    self.trained: Any = None
+    self._fetched: Any = None
+
+  def fetched(self, iterator: Any) -> None:
+    """Takes down the state after a batch was fetched."""
+    self._fetched = _to_json(iterator.get_state())
+
+  def commit(self) -> None:
+    """The batch that was fetched last is trained on."""
+    if self._fetched is not None:
+      self.trained = self._fetched
+
+  def restore(self, iterator: Any) -> bool:
+    """Moves `iterator` behind what was trained on, if both can."""
+    if self.trained is None or not _can_tell(iterator):
+      return False
+    iterator.set_state(_from_json(self.trained))
+    return True
+
+
+def _can_tell(iterator: Any) -> bool:
+  return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+
+
+def _to_json(state: Any) -> Any:
+  if isinstance(state, bytes):
+    return {"base64": base64.b64encode(state).decode("ascii")}
+  try:
+    json.dumps(state)
+  except TypeError:
+    return None  # a state that cannot be saved: batches are skipped instead
+  return state
+
+
+def _from_json(saved: Any) -> Any:
+  if isinstance(saved, dict) and set(saved) == {"base64"}:
+    return base64.b64decode(saved["base64"])
+  return saved
+
+
 def complete_windows(
-    batches: Iterable[Any], every: int, earlier_fillers: int = 0
+    batches: Iterable[Any], every: int, earlier_fillers: int = 0,
+    position: Position | None = None, taken: int = 0,
 ) -> Iterator[Any]:
   """Yields `batches`, and fills up the last accumulation window.
 
   Micro-batches left over at the end of the data would otherwise be computed
-  and never reach the weights.
+  and never reach the weights. A resumed run skips as many items as it has
+  taken: here it gets fillers for those that need not be read again.
 
   Args:
     batches: the training data.
     every: micro-batches per update.
-    earlier_fillers: how many fillers this run has used before. A resumed run
-      skips as many items as it has taken; these stand first, so that no batch
-      is skipped in a filler's place.
+    earlier_fillers: how many fillers this run has used before.
+    position: where the data stand; it is kept up to date.
+    taken: how many items, fillers included, this run has taken before.
 
   Raises:
     ValueError: there is not one batch.
   """
-  yield from (FILLER for _ in range(earlier_fillers))
-  number = 0
-  for batch in batches:
+  iterator = iter(batches)
+  if position is not None and position.restore(iterator):
+    number = taken
+  else:
+    number = earlier_fillers
+  yield from (FILLER for _ in range(number))
+  before = number
+  tells = position is not None and _can_tell(iterator)
+  for batch in iterator:
     number += 1
+    if tells:
+      assert position is not None
+      position.fetched(iterator)
     yield batch
-  if number == 0:
+  if number == before == 0:
     raise ValueError(_EMPTY)
-  for _ in range(-(earlier_fillers + number) % every):
+  for _ in range(-number % every):
     yield FILLER
 
 
@@ -112,3 +177,23 @@ class CompleteWindowsHooks(hooks.DataHooks):
 
   def load_next_eval_batch(self, train_ctx: Any) -> Any:
     return self._inner.load_next_eval_batch(train_ctx)
+
+
+class DictBatch(dict):
+  """A dict batch, as grain gives it, with attributes as in TrainingInput."""
+
+  def __getattr__(self, name: str) -> Any:
+    if name not in self:
+      raise AttributeError(
+          f"batch must hold {name!r}, got {sorted(self)}; add it, or pass "
+          "with_gen_model_input_fn"
+      )
+    return self[name]
+
+
+def model_inputs(batch: Any) -> dict[str, Any]:
+  """Tokens and mask, as in Tunix, and a loss mask where the batch has one."""
+  inputs = {"input_tokens": batch.input_tokens, "input_mask": batch.input_mask}
+  if (loss_mask := getattr(batch, "loss_mask", None)) is not None:
+    inputs["loss_mask"] = loss_mask
+  return {"inputs": inputs}

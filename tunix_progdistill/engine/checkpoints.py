@@ -86,6 +86,7 @@ class CheckpointManager:
     run_metadata: gives what is saved beside each checkpoint, as JSON.
     user_metadata: the trainer's own, for the closing checkpoint, which Tunix
       writes without any.
+    before_save: called before a checkpoint is written.
   """
 
   def __init__(
@@ -94,9 +95,11 @@ class CheckpointManager:
       options: Any,
       run_metadata: Callable[[], Mapping[str, Any]],
       user_metadata: Callable[[], Mapping[str, Any]],
+      before_save: Callable[[], None] = lambda: None,
   ):
     self._run_metadata = run_metadata
     self._user_metadata = user_metadata
+    self._before_save = before_save
     self._manager: Any = None
     self._last_requested: int | None = None
     if root_directory is not None:
@@ -178,6 +181,7 @@ class CheckpointManager:
     self._manager.check_for_errors()
     if not force and not self._manager.should_save(step):
       return False
+    self._before_save()
     if custom_metadata is None:
       custom_metadata = self._user_metadata()
     params = nnx.state(model, _saved(save_only_lora_params))

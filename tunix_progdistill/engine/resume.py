@@ -7,6 +7,7 @@ from typing import Any
 from absl import logging
 from flax import nnx
 
+from tunix_progdistill.engine import batches
 from tunix_progdistill.engine import checkpoints
 from tunix_progdistill.engine import engine as engine_lib
 from tunix_progdistill.engine import optimizer as optimizer_lib
@@ -43,7 +44,9 @@ class RunCheckpoints(checkpoints.CheckpointManager):
     options: likewise.
     engine: its run state and optimizer are set, and its run state is saved.
     fingerprint: of this run's plan.
+    position: of the training data; it is saved, and restored.
     user_metadata: see `CheckpointManager`.
+    before_save: likewise.
   """
 
   def __init__(
@@ -53,15 +56,23 @@ class RunCheckpoints(checkpoints.CheckpointManager):
       *,
       engine: engine_lib.Engine,
       fingerprint: Mapping[str, Any],  # pylint: disable=redefined-outer-name
+      position: batches.Position,
       user_metadata: Callable[[], Mapping[str, Any]],
+      before_save: Callable[[], None],
   ):
     super().__init__(
         root_directory,
         options,
-        lambda: {**engine.run_state.to_json(), "fingerprint": fingerprint},
+        lambda: {
+            **engine.run_state.to_json(),
+            "fingerprint": fingerprint,
+            "data": position.trained,
+        },
         user_metadata,
+        before_save,
     )
     self._engine = engine
+    self._position = position
     self._fingerprint = fingerprint
 
   def maybe_restore(
@@ -100,6 +111,7 @@ class RunCheckpoints(checkpoints.CheckpointManager):
           "mend it, or name an empty folder to start anew"
       ) from first_error
     self._engine.run_state = state_lib.RunState()
+    self._position.trained = None
     self._engine.start(0)
     return 0, {}
 
@@ -118,4 +130,5 @@ class RunCheckpoints(checkpoints.CheckpointManager):
           "values, or name an empty checkpoint_root_directory"
       )
     self._engine.run_state = state_lib.RunState.from_json(saved)
+    self._position.trained = saved.get("data")
     logging.info("Found the checkpoint of update %d.", step)

@@ -18,6 +18,8 @@ cross-entropy): see `objectives.logits.eval_terms`, and
 `distill/student_perplexity`, `distill/teacher_perplexity`.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import time
 from typing import Any
 
@@ -29,6 +31,7 @@ from tunix_progdistill.objectives import terms
 from tunix_progdistill.plan import run
 
 Metrics = dict[str, tuple[list[Any], Any]]
+Sink = Callable[[str, int, Mapping[str, Any]], None]
 
 
 def _last(values: list[Any]) -> np.ndarray:
@@ -38,6 +41,11 @@ def _last(values: list[Any]) -> np.ndarray:
 
 def _metrics(values: dict[str, Any]) -> Metrics:
   return {name: ([value], _last) for name, value in values.items()}
+
+
+def plain(metrics: Metrics) -> dict[str, float]:
+  """The values of a record as floats."""
+  return {k: float(reduce(v)) for k, (v, reduce) in metrics.items()}
 
 
 def train_record(

@@ -1,0 +1,171 @@
+"""What a run writes down: the data's position, and each record once."""
+
+import json
+
+import grain
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from tests import toys
+from tests.cases import common
+import tunix_progdistill as tpd
+from tunix_progdistill.monitor import metrics_file
+
+ROWS = np.random.default_rng(5).normal(size=(2, 10, 4)).astype(np.float32)
+
+
+class Counting:
+  """Batch i consists of token i; counts what is read."""
+
+  def __init__(self):
+    self.read = []
+
+  def __len__(self):
+    return 10
+
+  def __getitem__(self, i):
+    self.read.append(int(i))
+    return common.batch(np.full((2, 3), int(i)))
+
+
+def data(source, *, shuffle):
+  ds = grain.MapDataset.source(source)
+  if shuffle:
+    ds = ds.shuffle(seed=3)
+  return ds.repeat(2).to_iter_dataset(
+      grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)
+  )
+
+
+def make(root, *, max_steps=None, accumulation=1, every=1, updates=20):
+  trainer = toys.trainer(
+      student=toys.Table(ROWS[0]), teacher=toys.Table(ROWS[1]),
+      optimizer=optax.adamw,
+      progressive=tpd.StagePlan(
+          stages=(
+              tpd.Stage(updates=updates // 2, learning_rate=0.1),
+              tpd.Stage(updates=updates - updates // 2, learning_rate=0.05),
+          ),
+          temperature=tpd.anneal(3.0, 1.0, "linear"),
+      ),
+      strategy_fn=lambda: common.strategy(alpha=0.5), max_steps=max_steps,
+      gradient_accumulation_steps=accumulation, eval_every_n_steps=4,
+      checkpoint_root_directory=None if root is None else str(root),
+      checkpointing_options=ocp.CheckpointManagerOptions(
+          save_interval_steps=every, max_to_keep=3
+      ),
+  )
+  return trainer.with_gen_model_input_fn(common.everything)
+
+
+def weights(trainer):
+  return toys.parameters(trainer.model)["rows"]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("stop", [4, 14])
+def test_k26_1_a_restored_iterator_reads_nothing_twice(tmp_path, stop, shuffle):
+  whole = Counting()
+  straight = make(None)
+  straight.train(data(whole, shuffle=shuffle))
+  assert len(whole.read) >= 20
+
+  first, second = Counting(), Counting()
+  make(tmp_path, max_steps=stop).train(data(first, shuffle=shuffle))
+  resumed = make(tmp_path)
+  assert resumed.train_steps == stop
+  resumed.train(data(second, shuffle=shuffle))
+  assert resumed.train_steps == 20
+  assert second.read[: 20 - stop] == whole.read[stop:20]
+  np.testing.assert_array_equal(weights(resumed), weights(straight))
+
+
+def test_fillers_and_a_restored_iterator(tmp_path):
+  """20 batches in windows of 3: the last window is filled up by one."""
+  straight = make(None, accumulation=3, updates=7)
+  straight.train(data(Counting(), shuffle=True))
+  assert straight.train_steps == 7
+  make(tmp_path, accumulation=3, updates=7, max_steps=3).train(
+      data(Counting(), shuffle=True)
+  )
+  resumed = make(tmp_path, accumulation=3, updates=7)
+  resumed.train(data(Counting(), shuffle=True))
+  assert resumed.train_steps == 7
+  np.testing.assert_array_equal(weights(resumed), weights(straight))
+  again = make(tmp_path, accumulation=3, updates=7)
+  again.train(data(Counting(), shuffle=True))  # nothing is left to do
+  np.testing.assert_array_equal(weights(again), weights(straight))
+
+
+def test_data_that_cannot_tell_are_skipped_by_count(tmp_path):
+  """A run begun with grain goes on with a list of the same batches."""
+  batches = [common.batch(np.full((2, 3), i)) for i in range(10)] * 2
+  straight = make(None)
+  straight.train(batches)
+  make(tmp_path, max_steps=7).train(data(Counting(), shuffle=False))
+  resumed = make(tmp_path)
+  resumed.train(batches)
+  np.testing.assert_array_equal(weights(resumed), weights(straight))
+
+
+def lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_update_is_one_line_before_its_checkpoint(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  held_out = [common.batch(np.full((2, 3), 1))]
+  trainer = make(tmp_path / "c", max_steps=7, every=3)
+  file = metrics_file.MetricsFile(path)
+  seen = []
+  save = trainer.checkpoint_manager._manager.save
+
+  def spy(step, **kwargs):
+    seen.append((step, [r["update"] for r in lines(path)
+                        if r["kind"] == "train"][-1]))
+    return save(step, **kwargs)
+
+  trainer.checkpoint_manager._manager.save = spy
+  trainer.with_record_sink(file.write)
+  trainer.train(data(Counting(), shuffle=False), held_out)
+  assert seen and all(step == last for step, last in seen)
+
+  # A kill lost update 7's checkpoint and cut a line short.
+  with open(path, "a", encoding="utf-8") as f:
+    f.write('{"kind": "train", "upd')
+  resumed = make(tmp_path / "c", every=3)
+  file = metrics_file.MetricsFile(path)
+  file.rewind(resumed.train_steps)
+  resumed.with_record_sink(file.write)
+  resumed.train(data(Counting(), shuffle=False), held_out)
+  records = lines(path)
+  trained = [r["update"] for r in records if r["kind"] == "train"]
+  assert trained == list(range(1, 21))
+  evaluated = [r["update"] for r in records if r["kind"] == "eval"]
+  # 0, then every fourth; and once more where the run went on.
+  assert evaluated == [0, 4, 7, 8, 12, 16, 20]
+  one = [r for r in records if r["update"] == 20 and r["kind"] == "train"][0]
+  assert one["learning_rate"] == pytest.approx(0.05)
+  assert one["distill/temperature"] == pytest.approx(1.0)
+  assert one["progressive/stage"] == 1
+
+
+def test_rewind_drops_what_comes_again(tmp_path):
+  file = metrics_file.MetricsFile(tmp_path / "m.jsonl")
+  for update in (1, 2, 3):
+    file.write("train", update, {"loss": float("nan") if update == 2 else 1.0})
+  file.write("eval", 3, {"loss": 2.0})
+  file.write("event", 2, {"event": "scale_rate", "value": 0.5})
+  again = metrics_file.MetricsFile(tmp_path / "m.jsonl")
+  again.rewind(2)
+  kept = lines(tmp_path / "m.jsonl")
+  assert [(r["kind"], r["update"]) for r in kept] == [
+      ("train", 1), ("train", 2), ("event", 2)
+  ]
+  assert kept[1]["loss"] is None
+  again.write("train", 2, {"loss": 9.0})  # stands there already
+  again.write("train", 3, {"loss": 9.0})
+  assert [r["update"] for r in lines(tmp_path / "m.jsonl")][-1] == 3
+  assert len(lines(tmp_path / "m.jsonl")) == 4
