@@ -146,7 +146,7 @@ def test_every_update_is_one_line_before_its_checkpoint(tmp_path):
   evaluated = [r["update"] for r in records if r["kind"] == "eval"]
   # 0, then every fourth; and once more where the run went on.
   assert evaluated == [0, 4, 7, 8, 12, 16, 20]
-  one = [r for r in records if r["update"] == 20 and r["kind"] == "train"][0]
+  one = next(r for r in records if r["update"] == 20 and r["kind"] == "train")
   assert one["learning_rate"] == pytest.approx(0.05)
   assert one["distill/temperature"] == pytest.approx(1.0)
   assert one["progressive/stage"] == 1
@@ -169,3 +169,15 @@ def test_rewind_drops_what_comes_again(tmp_path):
   again.write("train", 3, {"loss": 9.0})
   assert [r["update"] for r in lines(tmp_path / "m.jsonl")][-1] == 3
   assert len(lines(tmp_path / "m.jsonl")) == 4
+
+
+def test_evaluate_gives_what_the_evaluation_logs():
+  held_out = [common.batch(np.full((2, 3), i)) for i in (1, 4)]
+  trainer = make(None, max_steps=4)
+  trainer.train(data(Counting(), shuffle=False), held_out)
+  found = trainer.evaluate(held_out)
+  for name in ("loss", "distill/kl_div_tau1", "distill/correlation"):
+    logged = trainer.metrics_logger.get_metric_history("", name, "eval")[-1]
+    assert found[name] == pytest.approx(float(logged), rel=1e-6)
+  with pytest.raises(ValueError, match="eval_ds must hold at least one batch"):
+    trainer.evaluate([])

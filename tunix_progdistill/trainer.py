@@ -230,6 +230,32 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
           self.train_steps, wanted,
       )
 
+  def evaluate(self, eval_ds: Iterable[Any]) -> dict[str, float]:
+    """Evaluates the student as it is; nothing is logged.
+
+    Args:
+      eval_ds: batches of held-out data.
+
+    Returns:
+      Means over all valid tokens, by their names in the logs: `loss`,
+      `distill/kl_div_tau1` and so on.
+
+    Raises:
+      ValueError: there is no batch.
+    """
+    sums = records.EvalSums()
+    empty = True
+    for batch in eval_ds:
+      sums.add(self._engine.eval_step(self._prepare(batch)))
+      empty = False
+    if empty:
+      raise errors.invalid(
+          "eval_ds", "must hold at least one batch", "none",
+          "check the data's path and filters",
+      )
+    loss, metrics = sums.finish()
+    return {"loss": loss, **records.plain(metrics)}
+
   def jit_train_and_eval_step(
       self, skip_jit: bool = False, cache_nnx_graph: bool = False
   ):
@@ -251,6 +277,12 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
       assert self._batch_shape is not None  # a window begins with a batch
       self._engine.run_state = self._engine.run_state.with_filler()
       return self._batch_shape.empty()
+    prepared = self._prepare(input_data)
+    if self._mode == Mode.TRAIN and self._accumulation > 1:
+      self._batch_shape = batches.Shape(prepared)
+    return prepared
+
+  def _prepare(self, input_data: Any) -> batches.Prepared:
     if isinstance(input_data, dict):
       input_data = batches.DictBatch(input_data)
     inputs = self.gen_model_input_fn(input_data)["inputs"]
@@ -258,14 +290,11 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
     inputs = sharding_utils.shard_input(
         inputs, self.config.data_sharding_axis
     )
-    prepared = batches.Prepared(
+    return batches.Prepared(
         inputs=inputs,
         teacher_output=self._teacher(self.teacher_model, inputs),
         weight=np.float32(1.0),
     )
-    if self._mode == Mode.TRAIN and self._accumulation > 1:
-      self._batch_shape = batches.Shape(prepared)
-    return prepared
 
   def _train_micro_batch(self, batch: batches.Prepared, is_update: bool):
     report = self._engine.train_step(

@@ -9,6 +9,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 from tunix_progdistill import freezing
 from tunix_progdistill import modules
@@ -273,7 +274,11 @@ class Engine:
         out_shardings=(shardings, None) if spread else None,
     )
     self._compiles[self._stage] += 1
-    return step.lower(*args).compile()
+    with tqdm.tqdm(
+        total=1, desc=f"compile stage {self._stage + 1}", leave=False,
+        bar_format="{desc} [{elapsed}]", disable=None,
+    ):
+      return step.lower(*args).compile()
 
   def _own(self, parts: "_Live") -> None:
     """Copies leaves that somebody else may hold, before they are donated.

@@ -76,6 +76,10 @@ class MetricsFile:
         continue
       yield line, record
 
+  def records(self, kind: str) -> list[dict[str, Any]]:
+    """All records of a kind, in order."""
+    return [r for _, r in self._read() if r["kind"] == kind]
+
   def write(self, kind: str, update: int, values: Mapping[str, Any]) -> None:
     """Appends one line; an evaluation that stands there already is left out.
 
