@@ -1,0 +1,1 @@
+"""The report: what it reads, what it draws, what its page says."""
