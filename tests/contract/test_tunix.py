@@ -28,13 +28,19 @@ from tunix.distillation import distillation_trainer
 from tunix.distillation import strategies
 from tunix.distillation.strategies import base_strategy
 from tunix.distillation.strategies import logit
+from tunix.models import automodel
+from tunix.models import naming
+from tunix.models import safetensors_loader
+from tunix.models.gemma3 import model as gemma3_model
 from tunix.sft import checkpoint_manager
 from tunix.sft import hooks
 from tunix.sft import inflight_throttler
 from tunix.sft import metrics_logger
 from tunix.sft import peft_trainer
+from tunix.sft import profiler
 from tunix.sft import sharding_utils
 from tunix.sft import utils as sft_utils
+from tunix.utils import mesh as mesh_lib
 
 from tests import toys
 import tunix_progdistill
@@ -257,6 +263,59 @@ def _lora_is_a_param():
   assert not sft_utils.is_lora_enabled(model)
   model.adapter = nnx.LoRAParam(jnp.zeros(1))
   return sft_utils.is_lora_enabled(model)
+
+
+def _translation_dataset():
+  module = importlib.import_module("tunix.examples.data.translation_dataset")
+  names = {
+      "dataset_name", "global_batch_size", "max_target_length",
+      "num_train_epochs", "tokenizer", "tfds_download",
+  }
+  source = inspect.getsource(module)
+  asked = set(re.findall(r"tokenizer\.(\w+)\(", source))
+  return (
+      names <= set(_parameters(module.create_datasets))
+      and asked == {"tokenize", "pad_id"}
+      and "np.concat([q_mask, a_mask]" in source
+      and "input_tokens=tokens, input_mask=mask" in source
+  )
+
+
+def _loads_safetensors(name):
+  def check():
+    module = importlib.import_module(f"tunix.models.{name}")
+    function = module.create_model_from_safe_tensors
+    return {"file_dir", "config", "mesh", "dtype", "mode"} <= set(
+        _parameters(function)
+    )
+
+  return check
+
+
+def _google_tokenizers():
+  return all(
+      getattr(
+          importlib.import_module(f"tunix.models.{family}.params"),
+          f"{family.upper()}_TOKENIZER",
+      ).startswith("gs://")
+      for family in ("gemma3", "gemma4")
+  )
+
+
+def _names_of_models():
+  found = naming.ModelNaming(model_id="google/gemma-3-270m")
+  assert (
+      found.model_family, found.model_config_category, found.model_config_id
+  ) == ("gemma3", "gemma3", "gemma3_270m")
+  for name in ("gema-3-270m", "gemma", ""):
+    try:
+      naming.ModelNaming(model_id=name)
+    except ValueError:
+      continue
+    return False
+  return isinstance(
+      vars(gemma3_model.ModelConfig)["gemma3_270m"], classmethod
+  )
 
 
 _TRAINER = "trainer"
@@ -495,6 +554,27 @@ TABLE = [
             eval_every_n_steps=1
         ).get_with_default("max_steps", 5) == 5,
     ),
+    Line(
+        "TrainingConfig.eval_every_n_steps", "schema.training",
+        "stand beside max_inflight_computations, metrics_prefix, "
+        "pbar_description, max_seq_token_per_tpu, profiler_options, "
+        "metrics_logging_options and perf_metrics_options",
+        lambda: {
+            "eval_every_n_steps", "max_inflight_computations",
+            "metrics_prefix", "pbar_description", "max_seq_token_per_tpu",
+            "profiler_options", "metrics_logging_options",
+            "perf_metrics_options",
+        } <= {f.name for f in dataclasses.fields(_Config)},
+    ),
+    Line(
+        "profiler.ProfilerOptions", "schema.training",
+        "take what the section profiler_options holds",
+        _takes(
+            profiler.ProfilerOptions, "log_dir", "skip_first_n_steps",
+            "profiler_steps", "set_profile_options", "host_tracer_level",
+            "python_tracer_level",
+        ),
+    ),
     # -- strategies
     Line(
         "strategies.BaseStrategy", _TRAINER, "be base_strategy.BaseStrategy",
@@ -649,6 +729,12 @@ TABLE = [
         "sft_utils.make_causal_attn_mask", "families.causal_lm",
         "be causal and hide padding", _positions_and_mask,
     ),
+    Line(
+        "translation_dataset.create_datasets", "data.translation",
+        "take dataset_name to tfds_download, ask a tokenizer for tokenize and "
+        "pad_id alone, and give batches whose input_mask marks the target",
+        _translation_dataset,
+    ),
     # -- models
     *(
         Line(
@@ -674,6 +760,121 @@ TABLE = [
     Line(
         "gemma3 layer.attn.attn_type", "students.layers",
         "tell local from global", _gemma3_kinds,
+    ),
+    # -- files
+    *(
+        Line(
+            f"tunix.models.{module}.create_model_from_safe_tensors",
+            "families, weights.local",
+            "take (file_dir, config, mesh, dtype, mode)",
+            _loads_safetensors(module),
+        )
+        for module in (
+            "gemma.params_safetensors", "gemma3.params_safetensors",
+            "gemma4.params_safetensors", "llama3.params", "qwen2.params",
+            "qwen3.params",
+        )
+    ),
+    Line(
+        "safetensors_loader.load_and_create_model", "weights.local",
+        "take (file_dir, model_class, config, key_mapping, mesh, "
+        "preprocess_fn, dtype, mode) and know the mode 'original'",
+        lambda: {
+            "file_dir", "model_class", "config", "key_mapping", "mesh",
+            "preprocess_fn", "dtype", "mode",
+        } <= set(_parameters(safetensors_loader.load_and_create_model))
+        and "'original'" in _source(safetensors_loader.load_and_create_model),
+    ),
+    # -- the command
+    Line(
+        "metrics_logger.MetricsLoggerOptions", "run.backends, schema.training",
+        "start the factories under backend_kwargs['custom_backend'], and "
+        "nothing else",
+        lambda: metrics_logger.MetricsLoggerOptions(
+            log_dir="x", backend_kwargs={"custom_backend": [lambda: "mine"]}
+        ).create_backends() == ["mine"],
+    ),
+    Line(
+        "metrics_logger.TensorboardBackend", "run.backends",
+        "take (log_dir, flush_every_n_steps)",
+        lambda: {"log_dir", "flush_every_n_steps"} <= set(
+            _parameters(metrics_logger.TensorboardBackend)
+        ),
+    ),
+    Line(
+        "metrics_logger.WandbBackend", "run.backends", "take (project, name)",
+        lambda: {"project", "name"} <= set(
+            _parameters(metrics_logger.WandbBackend)
+        ),
+    ),
+    Line(
+        "mesh.create_mesh", "run.models",
+        "take (axis_shapes, axis_names, devices)",
+        lambda: mesh_lib.create_mesh(
+            (2,), ("fsdp",), jax.devices()[:2]
+        ).shape == {"fsdp": 2},
+    ),
+    Line(
+        "hooks.TrainingHooks", "run.watch",
+        "have on_train_start, on_train_end, on_train_step_start, "
+        "on_train_step_end, on_eval_step_start and on_eval_step_end",
+        lambda: hooks.TrainingHooks.__abstractmethods__ == {
+            f"on_{what}_{when}" for what in ("train", "train_step", "eval_step")
+            for when in ("start", "end")
+        },
+    ),
+    # -- downloads
+    Line(
+        "automodel.AutoModel.from_pretrained", "weights.remote",
+        "take (model_id, mesh, *, model_source, model_path, "
+        "model_download_path, **kwargs) and know its sources",
+        lambda: _parameters(automodel.AutoModel.from_pretrained) == [
+            "model_id", "mesh", "model_source", "model_path",
+            "model_download_path", "kwargs",
+        ],
+    ),
+    Line(
+        "automodel.ModelSource", "weights.remote", "have kaggle and gcs",
+        lambda: {"kaggle", "gcs"} <= {s.value for s in automodel.ModelSource},
+    ),
+    Line(
+        "AutoModel (what from where)", "weights.remote",
+        "read Gemma and Gemma 2 from Kaggle, Gemma 3 and 4 from gcs, and no "
+        "other model from either",
+        _says(
+            automodel.AutoModel.from_pretrained.__func__,
+            r"model_family == 'gemma3':\s+if model_source in \(ModelSource.GCS",
+            r"model_family == 'gemma4':\s+if model_source in \(ModelSource.GCS",
+            r"in \('gemma', 'gemma1p1', 'gemma2'\):\s+if model_source == "
+            r"ModelSource.KAGGLE",
+            r"in \(ModelSource.KAGGLE, ModelSource.GCS\):\s+raise",
+        ),
+    ),
+    Line(
+        "naming.ModelNaming", "weights.remote",
+        "split a name into family, category and config id, or raise "
+        "ValueError; configs are class methods", _names_of_models,
+    ),
+    Line(
+        "GEMMA3_TOKENIZER, GEMMA4_TOKENIZER", "weights.remote",
+        "tell where Google keeps the tokenizer", _google_tokenizers,
+    ),
+    Line(
+        "gemma3.model.GEMMA3_ATTENTION_PATTERN", "families.gemma3",
+        "be five local layers, then a global one",
+        lambda: [
+            kind.name for kind in gemma3_model.GEMMA3_ATTENTION_PATTERN
+        ] == ["LOCAL_SLIDING"] * 5 + ["GLOBAL"],
+    ),
+    Line(
+        "gemma3.model.QueryPreAttentionNormalisation", "families.gemma3",
+        "scale by the head's width or by the model's over the heads",
+        lambda: [
+            kind.name for kind in gemma3_model.QueryPreAttentionNormalisation
+        ] == [
+            "BY_ONE_OVER_SQRT_HEAD_DIM",
+            "BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS",
+        ],
     ),
 ]
 

@@ -1,7 +1,10 @@
 """All that is said of one model family, and how a model finds its own."""
 
 from collections.abc import Iterator
+from collections.abc import Mapping
 import contextlib
+import difflib
+from typing import Any
 
 from flax import nnx
 
@@ -11,6 +14,7 @@ from tunix_progdistill.families import gemma
 from tunix_progdistill.families import gemma3
 from tunix_progdistill.families import gemma4
 from tunix_progdistill.families import generic
+from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import llama3
 from tunix_progdistill.families import qwen2
 from tunix_progdistill.families import qwen3
@@ -37,6 +41,33 @@ def of(model: nnx.Module) -> Family:
     if family.is_mine(model):
       return family
   return generic.discover(model)
+
+
+def of_config(raw: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+  """The family of a `config.json`, and its text model's part of the file.
+
+  Raises:
+    ValueError: no family answers to its `model_type`.
+  """
+  outer = raw.get("model_type")
+  named = {
+      kind: family
+      for family in KNOWN if family.hf is not None
+      for kind in family.hf.model_types
+  }
+  if outer not in named:
+    near = difflib.get_close_matches(str(outer), named, n=3, cutoff=0.5)
+    raise hf_config.invalid(
+        "model_type", "must be one of a family of Tunix", outer,
+        f"valid are {', '.join(near or sorted(named))}",
+    )
+  text = hf_config.text_config(raw)
+  if text is not raw and named.get(text["model_type"]) is not named[outer]:
+    raise hf_config.invalid(
+        "text_config.model_type", f"must be of the family of {outer}",
+        text["model_type"], "download the file again",
+    )
+  return named[outer], text
 
 
 @contextlib.contextmanager

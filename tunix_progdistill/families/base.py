@@ -8,6 +8,8 @@ from typing import Any
 
 from flax import nnx
 
+from tunix_progdistill.families import hf as hf_lib
+
 
 def _no_mend(model: nnx.Module):
   del model
@@ -28,6 +30,7 @@ class Family:
       Left trainable they would drag the backward pass through every frozen
       layer; a head that is tied to one of them is the same parameter.
     mend: context manager to hold while the model is traced.
+    hf: its checkpoints in Hugging Face's form; None where that is not known.
   """
 
   name: str
@@ -36,12 +39,17 @@ class Family:
   layers: str = "layers"
   inputs: tuple[str, ...] = (r"embedder/.*",)
   mend: Callable[[nnx.Module], Any] = _no_mend
+  hf: hf_lib.HuggingFace | None = None
 
   def is_mine(self, model: nnx.Module) -> bool:
     kind = type(model)
     return kind.__name__ in self.class_names and kind.__module__.startswith(
         self.package
     )
+
+  def model_class(self) -> Any:
+    """Tunix's class of the model; imports its module."""
+    return getattr(hf_lib.module(self.package), self.class_names[0])
 
   def num_layers(self, model: nnx.Module) -> int:
     """The length of the list of layers."""

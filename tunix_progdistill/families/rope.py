@@ -1,5 +1,7 @@
 """Gives a Tunix attention module the rope_theta that its config asks for.
 
+A theta may be a `Llama3Theta`, which rotates slow pairs more slowly still.
+
 In Tunix, the attention of llama3 and qwen3 calls `apply_rope` without its
 config's `rope_theta`, so every model of these families runs with the default
 of that function (1,000,000). The default is set to the config's value while a
@@ -9,7 +11,9 @@ it is.
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 import inspect
+import math
 import sys
 import threading
 from typing import Any
@@ -17,6 +21,47 @@ from typing import Any
 from flax import nnx
 
 from tunix_progdistill.families import base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Theta:
+  """The base of RoPE with the scaling of Llama 3.1 (rope_type "llama3").
+
+  A pair of a head turns once in 2 pi t positions, t = theta ** fraction. Pairs
+  that turn more than `high_freq_factor` times in the original context stay as
+  they are, those that turn less than `low_freq_factor` times are slowed by
+  `factor`, and between the two the frequency is interpolated:
+
+    s = clip((original / (2 pi t) - low) / (high - low), 0, 1)
+    t' = t / ((1 - s) / factor + s)
+
+  It stands in place of a number where only `theta ** fraction` is asked for,
+  as Tunix's `apply_rope` does.
+
+  Attributes:
+    theta: the base.
+    factor: by how much the slowest pairs are slowed.
+    low_freq_factor: see above.
+    high_freq_factor: see above.
+    original_max_position_embeddings: the context before it was extended.
+  """
+
+  theta: float
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position_embeddings: int
+
+  def __pow__(self, fraction: Any) -> Any:
+    """The timescales t', for the fractions of an array."""
+    timescale = self.theta**fraction
+    turns = self.original_max_position_embeddings / (2 * math.pi * timescale)
+    smooth = (turns - self.low_freq_factor) / (
+        self.high_freq_factor - self.low_freq_factor
+    )
+    smooth = smooth.clip(0, 1)
+    return timescale / ((1 - smooth) / self.factor + smooth)
+
 
 # The default is one per process: only one model may be traced at a time.
 _LOCK = threading.RLock()
