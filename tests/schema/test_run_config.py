@@ -292,7 +292,7 @@ class TestCheck:
     calls = []
     for module, name, fake in (
         (weights, "check", lambda c, field: calls.append((field, c))),
-        (weights, "describe", lambda c: found[c.model_path]),
+        (weights, "describe", lambda c, field: found[c.model_path]),
         (run_config.data, "check", lambda c: calls.append(("data", c))),
     ):
       monkeypatch.setattr(module, name, fake, raising=False)

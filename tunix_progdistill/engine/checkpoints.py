@@ -131,13 +131,14 @@ class CheckpointManager:
 
   def readable_steps(self) -> list[int]:
     """Steps whose metadata can be read, newest first."""
-    out = []
+    out: list[int] = []
     for step in reversed(self.steps()):
       try:
         self._check_whole(step)
         self.run_metadata(step)
       except UNREADABLE as e:
-        warn_unreadable(step, e)
+        if not out:  # an older one may have been killed while it was deleted
+          warn_unreadable(step, e)
         continue
       out.append(step)
     return out
@@ -245,7 +246,8 @@ class CheckpointManager:
     if self._manager is None:
       return
     self.wait()
-    steps = self._manager.all_steps(read=True)
+    self._manager.reload()
+    steps = self._manager.all_steps()
     self._manager.close()
     last = self._last_requested
     if last is not None and last not in steps:

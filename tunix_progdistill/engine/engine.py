@@ -140,10 +140,11 @@ class Engine:
           nnx.as_pure(self.optimizer.opt_state), self._groups, groups
       )
       self._install(i, groups, carried=carried, update=update)
+    name = self.plan.stages[stage].stage.name
     logging.info(
-        "Stage %d (%s) from update %d: %d trainable parameters.",
-        stage, self.plan.stages[stage].stage.name or "unnamed", update,
-        self.trainable_parameters(stage),
+        "Update %d: stage %d of %d%s begins; %s parameters train.",
+        update, stage + 1, len(self.plan.stages), f" ({name})" if name else "",
+        f"{self.trainable_parameters(stage):,}",
     )
 
   def _install(

@@ -196,10 +196,22 @@ class RunConfig:
     Args:
       updates_per_epoch: optimizer updates in an epoch, from the data.
       available: updates that the data of all epochs is enough for.
+
+    Raises:
+      ValueError: the run is longer than the data.
     """
     updates = self.updates(
         updates_per_epoch=updates_per_epoch, available=available
     )
+    wanted = self.updates(updates_per_epoch=updates_per_epoch)
+    if available is not None and wanted is not None and wanted > available:
+      have = self.data_config.num_train_epochs
+      raise errors.invalid(
+          "num_train_epochs",
+          f"must be at least {-(-wanted * have // max(available, 1))}: the run "
+          f"is {wanted} updates long, and the data are enough for {available}",
+          have, "raise it, or shorten the plan or max_steps",
+      )
     plan = self.progressive.plan
     if not self._all_rates_given():
       plan = dataclasses.replace(plan, learning_rate=self._rate(updates))
@@ -373,7 +385,11 @@ class RunConfig:
 
   def _check_pair(self) -> None:
     student = weights.describe(self.model_config)
-    teacher = weights.describe(self.teacher())
+    given = self.teacher_model_config is not None
+    teacher = weights.describe(
+        self.teacher(),
+        field="teacher_model_config" if given else "model_config",
+    )
     layers, count = self.model_config.layers, student.num_layers
     if layers and count is not None and max(layers) >= count:
       raise errors.invalid(

@@ -1,0 +1,279 @@
+"""The command, end to end: from a folder of weights to a student's folder."""
+
+import json
+import pathlib
+import random
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.run import command
+from tests.weights import tiny
+from tunix_progdistill import weights
+from tunix_progdistill.cli import main as main_lib
+
+LAYERS = {
+    "gemma": (0, 1, 3), "gemma3": (0, 1, 3), "gemma4": (0, 1, 5),
+    "llama3": (0, 1, 3), "qwen2-tied": (0, 1, 3), "qwen3": (0, 1, 3),
+}
+
+
+def student(folder) -> dict[str, np.ndarray]:
+  return safetensors.numpy.load_file(folder / "student" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_family_from_folder_to_folder(name, tmp_path, capsys):
+  more = {}
+  if name == "gemma4":
+    kinds = tiny.config(name)["layer_types"]
+    more = {"num_hidden_layers": 6, "layer_types": kinds * 2}
+  command.checkpoint(tmp_path, name, **more)
+  path = command.config(tmp_path, LAYERS[name])
+  assert main_lib.main(["train", str(path)]) == 0
+  run = tmp_path / "run"
+  kl = [r["distill/kl_div_tau1"] for r in command.records(run, "eval")]
+  assert kl[-1] < kl[0]
+  trained = command.records(run, "train")
+  assert [r["update"] for r in trained] == list(range(1, 13))
+  assert [r["progressive/stage"] for r in trained] == [0] * 4 + [1] * 4 + [2] * 4
+
+  # The student that was exported is the one that was trained.
+  exported = weights.load(
+      weights.ModelConfig(model_path=str(run / "student"))
+  )
+  again = weights.load(weights.ModelConfig(model_path=str(run / "student")))
+  weights.export(again.model, tmp_path / "twice", loaded=again)
+  twice = weights.load(weights.ModelConfig(model_path=str(tmp_path / "twice")))
+  logits = tiny.logits(exported.model)
+  np.testing.assert_array_equal(logits, tiny.logits(twice.model))
+  summary = json.loads((run / "summary.json").read_text())
+  assert summary["status"] == "finished"
+  assert [s["compiles"] for s in summary["stages"]] == [1, 1, 1]
+  assert {m["name"] for m in summary["models"]} == {
+      "teacher", "student before", "student after", "unigram floor"
+  }
+  after = next(m for m in summary["models"] if m["name"] == "student after")
+  assert after["kl_div_tau1"] == pytest.approx(kl[-1])
+  assert after["parameters"] == sum(
+      x.size for x in _parameters(exported.model)
+  )
+  for entry in ("config.yaml", "command.txt", "versions.json", "report.html"):
+    assert (run / entry).is_file()
+  assert list((run / "tensorboard").glob("events*"))
+  assert "held-out KL at tau = 1" in capsys.readouterr().out
+
+
+def _parameters(model):
+  from flax import nnx
+  import jax
+
+  return jax.tree.leaves(nnx.state(model, nnx.Param))
+
+
+def test_student_of_the_folder_is_the_student_of_the_trainer(tmp_path):
+  """Logits of the exported folder against those of the last checkpoint."""
+  command.checkpoint(tmp_path, "llama3")
+  path = command.config(tmp_path, (0, 3))
+  assert main_lib.main(["train", str(path)]) == 0
+  from flax import nnx
+  import orbax.checkpoint as ocp
+
+  exported = weights.load(
+      weights.ModelConfig(model_path=str(tmp_path / "run" / "student"))
+  )
+  params = nnx.state(exported.model, nnx.Param)
+  saved = ocp.StandardCheckpointer().restore(
+      tmp_path / "run" / "checkpoints" / "12" / "model_params"
+  )
+  found = {
+      "/".join(str(k) for k in p): v
+      for p, v in nnx.to_flat_state(params)
+  }
+  flat = _flat(saved)
+  assert len(found) == len(flat) > 10
+  for name, variable in found.items():
+    np.testing.assert_array_equal(variable.get_value(), flat[name])
+
+
+def _flat(tree, path=""):
+  if isinstance(tree, dict) and set(tree) == {"value"}:
+    return {path: tree["value"]}
+  if isinstance(tree, dict):
+    out = {}
+    for k, v in tree.items():
+      out |= _flat(v, f"{path}/{k}" if path else str(k))
+    return out
+  return {path: tree}
+
+
+def _finish(path, log):
+  process = command.start("train", str(path), log=log)
+  assert process.wait(timeout=300) == 0, log.read_text()[-2000:]
+
+
+def _kill_while_running(folder, path, kills, seed):
+  """Runs the command and kills it `kills` times, then lets it finish."""
+  random.seed(seed)
+  log, metrics = folder / "log", folder / "run" / "metrics.jsonl"
+  moments = []
+  for _ in range(kills):
+    process = command.start("train", str(path), log=log)
+    wanted = random.randint(1, 11)
+    delay = random.random() * 0.3
+    end = time.monotonic() + 240
+    while time.monotonic() < end and process.poll() is None:
+      found = metrics.read_text().count('"train"') if metrics.exists() else 0
+      if found >= wanted:
+        break
+      time.sleep(0.02)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    moments.append(found)
+  _finish(path, log)
+  return moments
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+  """A run that nobody disturbed."""
+  folder = tmp_path_factory.mktemp("straight")
+  command.checkpoint(folder, "llama3")
+  path = command.config(folder, (0, 1, 3))
+  _finish(path, folder / "log")
+  return folder
+
+
+def _same_run(folder, straight):
+  trained = command.records(folder / "run", "train")
+  expected = command.records(straight / "run", "train")
+  assert [r["update"] for r in trained] == list(range(1, 13))
+  for a, b in zip(trained, expected, strict=True):
+    for key in ("loss", "grad_norm", "learning_rate", "distill/temperature"):
+      assert a[key] == b[key], (a["update"], key)
+  evaluated = [r["update"] for r in command.records(folder / "run", "eval")]
+  assert len(evaluated) == len(set(evaluated))
+  assert {0, 5, 10, 12} <= set(evaluated)
+  for name, value in student(straight / "run").items():
+    np.testing.assert_array_equal(student(folder / "run")[name], value)
+
+
+def _killed(tmp_path, straight, kills, seed):
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  moments = _kill_while_running(tmp_path, path, kills, seed)
+  _same_run(tmp_path, straight)
+  return moments
+
+
+def test_kill_9_loses_nothing(tmp_path, straight):
+  _killed(tmp_path, straight, kills=2, seed=0)
+
+
+@pytest.mark.slow
+def test_kill_9_ten_times(tmp_path, straight):
+  print(_killed(tmp_path, straight, kills=10, seed=1))
+
+
+def test_the_same_command_again_changes_nothing(tmp_path, straight, capsys):
+  run = straight / "run"
+  before = student(run)
+  metrics = command.records(run, "train")
+  assert main_lib.main(["train", str(straight / "run.yaml")]) == 0
+  after = student(run)
+  for name, value in before.items():
+    np.testing.assert_array_equal(after[name], value)
+  assert command.records(run, "train") == metrics
+  capsys.readouterr()
+
+  # Another config in the same folder is refused, and nothing is lost.
+  assert main_lib.main(
+      ["train", str(straight / "run.yaml"), "batch_size=2"]
+  ) == 2
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert "batch_size: 4 -> 2" in said and "--restart" in said
+  assert command.records(run, "train") == metrics
+
+
+def test_config_of_the_folder_makes_the_run_again(tmp_path, straight):
+  """config.yaml is whole: it gives the same student in another folder."""
+  assert main_lib.main([
+      "train", str(straight / "run" / "config.yaml"),
+      f"run_directory={tmp_path / 'again'}", "logging=[jsonl]",
+  ]) == 0
+  for name, value in student(straight / "run").items():
+    np.testing.assert_array_equal(student(tmp_path / "again")[name], value)
+  assert not (tmp_path / "again" / "tensorboard").exists()
+
+
+def test_restart_forgets_the_run_and_nothing_else(tmp_path, straight):
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  assert main_lib.main(
+      ["train", str(path), "training_config.max_steps=2"]
+  ) == 0
+  notes = tmp_path / "run" / "notes.txt"
+  notes.write_text("mine")
+  assert main_lib.main(
+      ["train", str(path), "training_config.max_steps=3", "batch_size=5",
+       "--restart"]
+  ) == 0
+  trained = command.records(tmp_path / "run", "train")
+  assert [r["update"] for r in trained] == [1, 2, 3]
+  assert notes.read_text() == "mine"
+
+
+def test_a_longer_run_goes_on(tmp_path, straight):
+  """max_steps may grow: the end of the plan is then reached."""
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  assert main_lib.main(
+      ["train", str(path), "training_config.max_steps=5"]
+  ) == 0
+  assert main_lib.main(["train", str(path)]) == 0
+  _same_run(tmp_path, straight)
+
+
+def test_last_weights_are_evaluated_whatever_the_interval(tmp_path, straight):
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  assert main_lib.main([
+      "train", str(path), "training_config.max_steps=3", "logging=[jsonl]",
+  ]) == 0
+  evaluated = command.records(tmp_path / "run", "eval")
+  assert [r["update"] for r in evaluated] == [0, 3]
+
+
+def test_mesh_of_two_devices_gives_the_same_student(tmp_path, straight):
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  assert main_lib.main([
+      "train", str(path), "model_config.mesh.shape=(2,1)",
+      "model_config.mesh.axis_names=('fsdp','tp')",
+  ]) == 0
+  for name, value in student(straight / "run").items():
+    np.testing.assert_allclose(
+        student(tmp_path / "run")[name], value, atol=2e-5, rtol=2e-4
+    )
+
+
+def test_more_devices_than_there_are_is_one_line(tmp_path, straight, capsys):
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  assert main_lib.main([
+      "train", str(path), "model_config.mesh.shape=(64,1)",
+      "model_config.mesh.axis_names=('fsdp','tp')",
+  ]) == 2
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert "model_config.mesh.shape must ask for at most 8 devices" in said
+  assert not (tmp_path / "run").exists()
+
+
+def test_pathlib_is_where_the_folder_says(tmp_path, straight):
+  """The command in the folder can be pasted: it names the YAML."""
+  said = (straight / "run" / "command.txt").read_text()
+  assert said.startswith("tunix-progdistill train ")
+  assert pathlib.Path(said.split()[2]).name == "run.yaml"

@@ -1,0 +1,1 @@
+"""A run of the command: its folder, its models, its data, its report."""

@@ -1,0 +1,29 @@
+"""Files that are whole or not there."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+  """Writes beside `path`, then renames: a kill leaves the old file."""
+  partial = path.with_name(path.name + ".partial")
+  with open(partial, "w", encoding="utf-8") as f:
+    f.write(text)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(partial, path)
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """`write_text` of `value` as JSON."""
+  write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: pathlib.Path) -> Any:
+  """The content of a JSON file; None where there is no such file."""
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except FileNotFoundError:
+    return None

@@ -1,0 +1,153 @@
+"""`RunFolder`: where everything of one run lies.
+
+  config.yaml     the resolved config
+  command.txt     the command that makes the run again
+  versions.json   of this package and of what it stands on
+  metrics.jsonl   a line for every update and every evaluation
+  summary.json    what the stages cost, the models side by side, samples
+  tensorboard/    events
+  checkpoints/    with all that a resumed run needs
+  student/        the student, as a Hugging Face checkpoint
+  report.html     the page about all of it
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+from typing import Any
+
+import omegaconf
+
+from tunix_progdistill import errors
+from tunix_progdistill.plan import run as plan_lib
+from tunix_progdistill.run import files
+
+_ENTRIES = (
+    "config.yaml", "command.txt", "versions.json", "metrics.jsonl",
+    "summary.json", "tensorboard", "checkpoints", "student", "report.html",
+)
+_PACKAGES = (
+    "tunix-progdistill", "google-tunix", "jax", "jaxlib", "flax", "optax",
+    "orbax-checkpoint", "grain", "qwix", "numpy",
+)
+# What may change between two starts of one run.
+_FREE = (
+    "run_directory", "logging", "prompts", "prompt_tokens", "targets",
+    "num_train_epochs",
+    "training_config.max_steps", "training_config.checkpointing_options",
+    "training_config.metrics_logging_options",
+    "training_config.profiler_options", "training_config.pbar_description",
+    "training_config.max_inflight_computations",
+    "model_config.model_display", "teacher_model_config.model_display",
+)
+
+
+class RunFolder:
+  """One run's folder, held by one process.
+
+  Args:
+    path: the folder; made where it is not there.
+
+  Raises:
+    ValueError: it holds something else, or another process uses it.
+  """
+
+  def __init__(self, path: str | os.PathLike[str]):
+    self.path = pathlib.Path(path).expanduser().absolute()
+    if self.path.is_dir() and not self._is_run():
+      found = sorted(
+          p.name for p in self.path.iterdir() if p.name != ".lock"
+      )
+      if found:
+        raise errors.invalid(
+            "run_directory", "must be empty or hold a run",
+            f"{self.path} with {', '.join(found[:3])}", "name another folder",
+        )
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as e:
+      raise errors.invalid(
+          "run_directory",
+          f"must be a folder that can be written ({e.strerror})",
+          str(self.path), "choose another folder or mend its permissions",
+      ) from e
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._lock.close()
+      raise errors.invalid(
+          "run_directory", "must not be in use by another process",
+          str(self.path), "wait for that run, or name another folder",
+      ) from None
+
+  def __enter__(self) -> "RunFolder":
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self._lock.close()
+
+  def _is_run(self) -> bool:
+    return (self.path / "config.yaml").is_file()
+
+  def __truediv__(self, name: str) -> pathlib.Path:
+    return self.path / name
+
+  def forget(self) -> None:
+    """Deletes what a run has written here, and nothing else."""
+    if not self._is_run():
+      return
+    for name in _ENTRIES:
+      entry = self.path / name
+      if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+      else:
+        with contextlib.suppress(FileNotFoundError):
+          entry.unlink()
+
+  def begin(self, *, text: str, command: str) -> None:
+    """Writes config, command and versions, unless another run lies here.
+
+    Args:
+      text: of `config.yaml`.
+      command: as it was given.
+
+    Raises:
+      ValueError: the run here was made by a config that trains otherwise.
+    """
+    if self._is_run():
+      old = (self / "config.yaml").read_text(encoding="utf-8")
+      changed = [
+          d for d in plan_lib.differences(_mapping(old), _mapping(text))
+          if not d.startswith(_FREE)
+      ]
+      if changed:
+        raise errors.invalid(
+            "run_directory", "must hold a run of this config, but these "
+            f"differ: {'; '.join(changed[:5])}", str(self.path),
+            "name another folder, or give --restart to forget that run",
+        )
+    files.write_json(self / "versions.json", versions())
+    files.write_text(self / "command.txt", f"{command}\n")
+    files.write_text(self / "config.yaml", text)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+  found = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.create(text))
+  assert isinstance(found, dict)
+  return {str(k): v for k, v in found.items()}
+
+
+def versions() -> dict[str, str]:
+  """The versions that a result depends on."""
+  found = {"python": platform.python_version(), "system": platform.platform()}
+  for name in _PACKAGES:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = "not installed"
+  return found
