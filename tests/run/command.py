@@ -13,7 +13,10 @@ from tests.weights import tiny
 from tunix_progdistill import families
 from tunix_progdistill import weights
 
-WORDS = "the old ship left harbour before rain came and nobody saw it go".split()
+WORDS = (
+    "the", "old", "ship", "left", "before", "rain", "came", "and", "nobody",
+    "saw", "it", "go",
+)
 PIECES = ["<pad>", "<eos>", "<bos>", *WORDS]
 
 

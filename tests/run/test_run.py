@@ -38,7 +38,8 @@ def test_family_from_folder_to_folder(name, tmp_path, capsys):
   assert kl[-1] < kl[0]
   trained = command.records(run, "train")
   assert [r["update"] for r in trained] == list(range(1, 13))
-  assert [r["progressive/stage"] for r in trained] == [0] * 4 + [1] * 4 + [2] * 4
+  stages = [r["progressive/stage"] for r in trained]
+  assert stages == [0] * 4 + [1] * 4 + [2] * 4
 
   # The student that was exported is the one that was trained.
   exported = weights.load(

@@ -271,7 +271,7 @@ def read(
         place.field, empty, first_empty,
     )
   if twice:
-    logging.warning(
+    logging.info(
         "%s: %d documents occur more than once and count once",
         place.field, twice,
     )

@@ -384,7 +384,7 @@ class RunConfig:
         )
 
   def _check_pair(self) -> None:
-    student = weights.describe(self.model_config)
+    student = weights.describe(self.model_config, field="model_config")
     given = self.teacher_model_config is not None
     teacher = weights.describe(
         self.teacher(),

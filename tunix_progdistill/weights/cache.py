@@ -84,7 +84,7 @@ def get(
   """
   folder = path(name, key)
   if is_complete(folder, key):
-    logging.info("Using %s", folder)
+    logging.debug("Using %s", folder)
     return folder
   folder.parent.mkdir(parents=True, exist_ok=True)
   partial = pathlib.Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
