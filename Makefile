@@ -9,6 +9,7 @@ PYTHON ?= python3
 TUNIX ?=
 ARGS ?=
 RUN ?= runs/gemma3_270m
+TORCH ?= torch>=2.4
 VENVS ?= .venv
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 VENV := $(VENVS)/$(VERSION)$(if $(TUNIX),-tunix-$(shell printf %s '$(abspath $(TUNIX))' | cksum | cut -d' ' -f1))
@@ -52,7 +53,13 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
 
-test-all: $(VENV)/.test
+# transformers reads the exported students with PyTorch, whose wheel for Linux
+# brings gigabytes of CUDA: TORCH names a smaller one, such as 2.13.0+cpu.
+$(VENV)/.hf: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+test-all: $(VENV)/.hf
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(VENV)/.dev

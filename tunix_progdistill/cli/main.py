@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       _report(options)
   except (ValueError, ModuleNotFoundError, FileNotFoundError) as e:
     return _failed(e, 2)
-  except RuntimeError as e:
+  except (RuntimeError, OSError) as e:
     return _failed(e, 1)
   except KeyboardInterrupt:
     return _failed("stopped; the same command goes on from here", 130)
