@@ -249,7 +249,7 @@ def test_held_out_is_told_by_content(folder, caplog):
   for i in range(20):
     (folder / f"copy{i}.txt").write_text(f"\n a{i:02d}. ")
   (folder / "new.txt").write_text("new.")
-  with caplog.at_level(logging.WARNING):
+  with caplog.at_level(logging.INFO):
     after = _open(folder)
   assert "20 documents occur more than once" in caplog.text
   for side in ("train_texts", "eval_texts"):

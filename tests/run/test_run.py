@@ -115,25 +115,31 @@ def _finish(path, log):
   assert process.wait(timeout=300) == 0, log.read_text()[-2000:]
 
 
+def _done(metrics) -> int:
+  """Updates that stand in a metrics.jsonl."""
+  return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+
+
 def _kill_while_running(folder, path, kills, seed):
   """Runs the command and kills it `kills` times, then lets it finish."""
   random.seed(seed)
   log, metrics = folder / "log", folder / "run" / "metrics.jsonl"
   moments = []
   for _ in range(kills):
+    before = _done(metrics)
     process = command.start("train", str(path), log=log)
-    wanted = random.randint(1, 11)
-    delay = random.random() * 0.3
+    # At most two updates beyond the last kill, or still while it starts.
+    wanted = before + random.randint(0, 2)
+    delay = random.random() * (6.0 if wanted == before else 0.3)
     end = time.monotonic() + 240
     while time.monotonic() < end and process.poll() is None:
-      found = metrics.read_text().count('"train"') if metrics.exists() else 0
-      if found >= wanted:
+      if _done(metrics) >= wanted:
         break
       time.sleep(0.02)
     time.sleep(delay)
     process.kill()
     process.wait()
-    moments.append(found)
+    moments.append(_done(metrics))
   _finish(path, log)
   return moments
 
@@ -208,6 +214,23 @@ def test_config_of_the_folder_makes_the_run_again(tmp_path, straight):
   for name, value in student(straight / "run").items():
     np.testing.assert_array_equal(student(tmp_path / "again")[name], value)
   assert not (tmp_path / "again" / "tensorboard").exists()
+
+
+def test_another_teacher_under_a_run_is_refused(tmp_path, capsys):
+  """The same path, other weights: the student would change its teacher."""
+  command.checkpoint(tmp_path, "llama3")
+  path = command.config(tmp_path, (0, 1, 3))
+  words = ["train", str(path), "prompts=[]"]
+  assert main_lib.main([*words, "training_config.max_steps=2"]) == 0
+  file = tmp_path / "teacher" / "model.safetensors"
+  tensors = safetensors.numpy.load_file(file)
+  tensors["model.layers.2.mlp.up_proj.weight"][:] += 0.01
+  safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+  assert main_lib.main(words) == 2
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert "the teacher's weights must be those that this run began" in said
+  assert len(command.records(tmp_path / "run", "train")) == 2
+  assert main_lib.main([*words, "--restart"]) == 0
 
 
 def test_restart_forgets_the_run_and_nothing_else(tmp_path, straight):

@@ -3,6 +3,7 @@
   config.yaml     the resolved config
   command.txt     the command that makes the run again
   versions.json   of this package and of what it stands on
+  teacher.json    a hash of the teacher, which must not change under a run
   metrics.jsonl   a line for every update and every evaluation
   summary.json    what the stages cost, the models side by side, samples
   tensorboard/    events
@@ -27,8 +28,9 @@ from tunix_progdistill.plan import run as plan_lib
 from tunix_progdistill.run import files
 
 _ENTRIES = (
-    "config.yaml", "command.txt", "versions.json", "metrics.jsonl",
-    "summary.json", "tensorboard", "checkpoints", "student", "report.html",
+    "config.yaml", "command.txt", "versions.json", "teacher.json",
+    "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "student",
+    "report.html",
 )
 _PACKAGES = (
     "tunix-progdistill", "google-tunix", "jax", "jaxlib", "flax", "optax",
@@ -134,6 +136,27 @@ class RunFolder:
     files.write_json(self / "versions.json", versions())
     files.write_text(self / "command.txt", f"{command}\n")
     files.write_text(self / "config.yaml", text)
+
+
+  def check_teacher(self, digest: str) -> None:
+    """Writes down which teacher this run has, or compares it.
+
+    Args:
+      digest: of the teacher's weights.
+
+    Raises:
+      ValueError: the run began with another one.
+    """
+    path = self / "teacher.json"
+    old = files.read_json(path)
+    if old is None:
+      files.write_json(path, {"sha256": digest})
+    elif old.get("sha256") != digest:
+      raise errors.invalid(
+          "the teacher's weights", "must be those that this run began with",
+          f"others for {self.path}", "restore them, name another "
+          "run_directory, or give --restart to forget that run",
+      )
 
 
 def _mapping(text: str) -> dict[str, Any]:

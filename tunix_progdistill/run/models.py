@@ -5,15 +5,18 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import hashlib
 import math
 from typing import Any
 
 from absl import logging
 from flax import nnx
 import jax
+import numpy as np
 from tunix.utils import mesh as mesh_lib
 
 from tunix_progdistill import errors
+from tunix_progdistill import modules
 from tunix_progdistill import schema
 from tunix_progdistill import students
 from tunix_progdistill import weights
@@ -52,6 +55,24 @@ class Models:
   def on_mesh(self) -> Any:
     """Context manager that the models are trained in."""
     return contextlib.nullcontext() if self.mesh is None else self.mesh
+
+
+def digest(model: nnx.Module, entries: int = 4096) -> str:
+  """A hash of a model: every parameter's name and shape, and some of its bits.
+
+  Args:
+    model: the model.
+    entries: of each parameter, evenly spaced; a parameter that differs only
+      between them is not told apart.
+  """
+  found = hashlib.sha256()
+  for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    value = variable.get_value()
+    step = max(1, value.size // entries)
+    sample = np.asarray(value.reshape(-1)[::step])
+    found.update(f"{modules.path_name(path)} {value.shape}".encode())
+    found.update(np.ascontiguousarray(sample).tobytes())
+  return found.hexdigest()
 
 
 def make_mesh(config: Mapping[str, Any] | None, field: str) -> Any:

@@ -103,6 +103,7 @@ class _Run:
     cut = config.teacher().vocabulary_size is not None
     texts = data.training_texts(source) if cut else None
     self.models = models_lib.load(config, texts, mesh)
+    folder.check_teacher(models_lib.digest(self.models.teacher.model))
     self._data = data.open_datasets(
         source, self.models.tokenizer, add_eos=config.tokenizer_config.add_eos
     )
