@@ -74,3 +74,21 @@ def test_import_patches_nothing():
       "assert before == snap()\n"
   )
   subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_wheel_holds_every_file_of_the_package():
+  """What is no Python file is named in pyproject's package-data."""
+  import fnmatch
+  import tomllib
+
+  settings = tomllib.loads((_PACKAGE.parent / "pyproject.toml").read_text())
+  data = settings["tool"]["setuptools"]["package-data"]["tunix_progdistill"]
+  others = [
+      str(p.relative_to(_PACKAGE)) for p in _PACKAGE.rglob("*")
+      if p.is_file() and p.suffix not in (".py", ".pyc")
+  ]
+  assert len(others) >= 6
+  missing = [
+      o for o in others if not any(fnmatch.fnmatch(o, d) for d in data)
+  ]
+  assert missing == []
