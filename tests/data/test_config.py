@@ -14,7 +14,7 @@ _BAD = {
     "dataset_name": (1,),
     "batch_size": (0, -1, 2.0, True, "8", None),
     "max_target_length": (1, 0, 2.5),
-    "num_train_epochs": (0, None),
+    "num_train_epochs": (0, None, 10**18),
     "num_batches": (-1, None),
     "tfds_download": ("yes", 1),
     "eval_directory": (None,),

@@ -1,12 +1,14 @@
 """Public faults and traps, through the command."""
 
 import json
+import shutil
 import sys
 
 from flax import nnx
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from tunix.sft import metrics_logger
 
 from tests.run import command
@@ -246,6 +248,40 @@ def test_trap_25_the_last_student_stays_until_the_next_is_whole(
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["status"] == "failed"
   assert "No space left" in summary["cause"]
+
+
+@pytest.mark.parametrize("words, line, updates", [
+    (["progressive.stages.0.learning_rate=1e6",
+      "progressive.max_grad_norm=null"], "the student diverged", 4),
+    (["progressive.temperature=1e30"], "all 12 updates did nothing", 12),
+])
+def test_a_run_that_diverged_is_a_failure(
+    tmp_path, teacher, capsys, words, line, updates
+):
+  """It ended with exit code 0 and a student of NaN, or one that never moved."""
+  path = world(tmp_path, teacher)
+  assert main_lib.main(["train", str(path), "prompts=[]", *words]) == 1
+  assert line in said(capsys)
+  assert len(command.records(tmp_path / "run", "train")) == updates
+  assert not (tmp_path / "run" / "student").exists()
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  assert summary["status"] == "failed"
+  assert line in summary["cause"]
+
+
+def test_a_teacher_of_nan_is_a_failure(tmp_path, teacher, capsys):
+  path = world(tmp_path, teacher)
+  broken = tmp_path / "broken"
+  shutil.copytree(teacher / "teacher", broken)
+  file = broken / "model.safetensors"
+  tensors = safetensors.numpy.load_file(file)
+  tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = np.nan
+  safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+  assert main_lib.main([
+      "train", str(path), "prompts=[]", f"model_config.model_path={broken}",
+  ]) == 1
+  assert "must be finite before the first update" in said(capsys)
+  assert not command.records(tmp_path / "run", "train")
 
 
 def test_a_teacher_from_another_folder(tmp_path, teacher):

@@ -78,6 +78,13 @@ def test_unknown_model_type_names_near_ones(folder):
   _refused(folder, "teacher.model_path: config.json: mlp_bias must be false")
 
 
+def test_values_that_jax_could_not_take(folder):
+  tiny.edit_config(folder, model_type=["llama"])
+  _refused(folder, "config.json: model_type must be one of", "['llama']")
+  tiny.edit_config(folder, model_type="llama", rms_norm_eps=10**30)
+  _refused(folder, "config.json: rms_norm_eps must be a number above 0")
+
+
 def test_missing_tensor(folder):
   with tiny.edited(folder) as tensors:
     for i in range(4):

@@ -390,3 +390,9 @@ class TestFiles:
       (tmp_path / "kept_ids.json").write_text(text)
       with pytest.raises(ValueError, match=r"kept_ids\.json"):
         weights.load_tokenizer(tmp_path)
+
+
+def test_tokenizer_json_that_is_no_text_is_one_line(tmp_path):
+  (tmp_path / "tokenizer.json").write_bytes(b"{\x8c\xff")
+  with pytest.raises(ValueError, match="must hold a tokenizer.json in UTF-8"):
+    weights.load_tokenizer(tmp_path)

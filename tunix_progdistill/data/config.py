@@ -17,6 +17,8 @@ TOP_LEVEL = (
     "max_target_length", "num_train_epochs", "num_batches", "tfds_download",
 )
 
+_MOST_EPOCHS = 1_000_000_000
+
 
 def name(field: str, section: str = SECTION) -> str:
   """A field as a user writes it.
@@ -131,6 +133,11 @@ class DataConfig:
     self._whole("batch_size", 1)
     self._whole("max_target_length", 2)
     self._whole("num_train_epochs", 1)
+    if self.num_train_epochs > _MOST_EPOCHS:
+      raise errors.invalid(
+          "num_train_epochs", f"must be at most {_MOST_EPOCHS:,}",
+          self.num_train_epochs, "the plan or max_steps ends the run earlier",
+      )
     self._whole("num_batches", 0)
     self._whole("eval_batch_size", 1, none="batch_size")
     self._whole("max_eval_rows", 1, none="all")

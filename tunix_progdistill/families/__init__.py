@@ -55,7 +55,7 @@ def of_config(raw: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
       for family in KNOWN if family.hf is not None
       for kind in family.hf.model_types
   }
-  if outer not in named:
+  if not isinstance(outer, str) or outer not in named:
     near = difflib.get_close_matches(str(outer), named, n=3, cutoff=0.5)
     raise hf_config.invalid(
         "model_type", "must be one of a family of Tunix", outer,

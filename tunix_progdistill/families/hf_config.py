@@ -24,6 +24,8 @@ _HARMLESS = frozenset({
     "use_cache", "image_token_id", "video_token_id", "audio_token_id",
 })
 _LAYER_TYPES = ("sliding_attention", "full_attention")
+# No number of a model's config is as large; JAX could not hold a larger one.
+_MOST = 1e12
 
 
 def invalid(name: str, rule: str, value: Any, remedy: str) -> ValueError:
@@ -145,7 +147,7 @@ def _number(name: str, value: Any) -> Any:
   if (
       isinstance(value, bool)
       or not isinstance(value, int | float)
-      or not 0 < value < float("inf")
+      or not 0 < value < _MOST
   ):
     raise invalid(
         name, "must be a number above 0", value, "download the file again"

@@ -207,7 +207,24 @@ class _Run:
       self, summary: summary_lib.Summary,
       trainer: trainer_lib.ProgressiveDistillationTrainer, before: list[str],
   ) -> None:
-    """The models side by side: by numbers and by what they say."""
+    """The models side by side: by numbers and by what they say.
+
+    Raises:
+      RuntimeError: there is no student worth the name.
+    """
+    trained = self._metrics.records("train")
+    idle = [r for r in trained if not r["distill/valid_tokens"]]
+    if trained and len(idle) == len(trained):
+      raise RuntimeError(
+          f"the run must change the student, but all {len(trained)} updates "
+          "did nothing: no token counted, or no loss was finite; check rates, "
+          "temperature, labels and masks"
+      )
+    if idle:
+      summary.notes.append(
+          f"{len(idle)} of {len(trained)} updates did nothing, for no token "
+          "counted or no loss was finite."
+      )
     logging.info("Comparing the models.")
     teacher, student = self.models.teacher.model, trainer.model
     size = students.num_parameters
@@ -219,6 +236,7 @@ class _Run:
       last = trainer.evaluate(_Evaluation(self._data.eval))
       if "jsonl" in self._config.logging:
         self._metrics.write("eval", trainer.train_steps, last)
+      watch.check_finite(last["distill/kl_div_tau1"], trainer.train_steps)
     summary.set_model(
         TEACHER, parameters=size(teacher), evaluation=last, who="teacher"
     )

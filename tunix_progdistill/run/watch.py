@@ -1,6 +1,7 @@
 """Watches a run: what each stage costs, and a line now and then."""
 
 import dataclasses
+import math
 import statistics
 import time
 from typing import Any
@@ -101,6 +102,7 @@ class Watcher(hooks.TrainingHooks):
     )
     self._summary.updates = train_ctx.train_steps
     self._summary.write()
+    check_finite(value("distill/kl_div_tau1"), train_ctx.train_steps)
     self._last_line = time.perf_counter()
     self._since = None
 
@@ -109,3 +111,20 @@ class Watcher(hooks.TrainingHooks):
       self._lap(train_ctx)
     self._summary.updates = train_ctx.train_steps
     self._summary.write()
+
+
+def check_finite(kl: float, update: int) -> None:
+  """Raises RuntimeError where a run has nothing more to win."""
+  if math.isfinite(kl):
+    return
+  if update == 0:
+    raise RuntimeError(
+        "the held-out KL must be finite before the first update, got "
+        f"{kl}: the weights of the teacher or the student hold NaN, infinities "
+        "or far too large values; check the files"
+    )
+  raise RuntimeError(
+      f"the held-out KL must stay finite, got {kl} at update {update}: the "
+      "student diverged; lower the rates or clip by max_grad_norm, and start "
+      "anew with --restart"
+  )

@@ -101,7 +101,7 @@ def load_tokenizer(
     settings = dataclasses.replace(settings, vocab_size=vocab_size)
   if kind == files.HUGGINGFACE:
     return FastTokenizer(
-        files.read_bytes(file, field).decode("utf-8"), settings, field
+        files.read_text(file, field), settings, field
     )
   data = files.read_bytes(file, field)
   if not files.is_sentencepiece(data):

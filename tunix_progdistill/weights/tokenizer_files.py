@@ -289,6 +289,21 @@ def read_bytes(file: Any, field: str = FIELD) -> bytes:
     ) from e
 
 
+def read_text(file: Any, field: str = FIELD) -> str:
+  """The text of a tokenizer's file.
+
+  Raises:
+    ValueError: it cannot be read, or is not UTF-8.
+  """
+  try:
+    return read_bytes(file, field).decode("utf-8")
+  except UnicodeDecodeError as e:
+    raise errors.invalid(
+        field, f"must hold a {JSON_FILE} in UTF-8 ({e.reason} at byte "
+        f"{e.start})", str(file), "download the file again",
+    ) from e
+
+
 def read_kept(file: Any, field: str = FIELD) -> list[int] | None:
   """The full ids of the kept pieces beside a `tokenizer.model`, if it is cut.
 
