@@ -154,7 +154,7 @@ def straight(tmp_path_factory):
   return folder
 
 
-def _same_run(folder, straight):
+def _same_run(folder, straight, extra=()):
   trained = command.records(folder / "run", "train")
   expected = command.records(straight / "run", "train")
   assert [r["update"] for r in trained] == list(range(1, 13))
@@ -163,7 +163,7 @@ def _same_run(folder, straight):
       assert a[key] == b[key], (a["update"], key)
   evaluated = [r["update"] for r in command.records(folder / "run", "eval")]
   assert len(evaluated) == len(set(evaluated))
-  assert {0, 5, 10, 12} <= set(evaluated)
+  assert {0, 5, 10, 12, *extra} <= set(evaluated)
   for name, value in student(straight / "run").items():
     np.testing.assert_array_equal(student(folder / "run")[name], value)
 
@@ -231,6 +231,66 @@ def test_another_teacher_under_a_run_is_refused(tmp_path, capsys):
   assert "the teacher's weights must be those that this run began" in said
   assert len(command.records(tmp_path / "run", "train")) == 2
   assert main_lib.main([*words, "--restart"]) == 0
+
+
+def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
+  """Records are mended where they can be; the rest is one line."""
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  words = ["train", str(path)]
+  assert main_lib.main([*words, "training_config.max_steps=6"]) == 0
+  run = tmp_path / "run"
+  (run / "summary.json").write_text('{"status": "runn')
+  (run / "teacher.json").write_bytes(b"\xff\x00")
+  with open(run / "metrics.jsonl", "ab") as f:
+    f.write(b'[1]\n\xff\xfe\n{"kind": "train", "update": "x"}\n{"upd')
+  assert main_lib.main(words) == 0
+  _same_run(tmp_path, straight, extra={6})
+
+  capsys.readouterr()
+  (run / "config.yaml").write_text("model_config: [\n")
+  assert main_lib.main(words) == 2
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert "must hold a config.yaml that can be read" in said
+  (run / "config.yaml").write_text("- a list")
+  assert main_lib.main(words) == 2
+
+
+def test_edited_data_are_noticed(tmp_path, straight, capsys):
+  """One word of one document changed between a kill and the resume."""
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  words = ["train", str(path), "prompts=[]"]
+  assert main_lib.main([*words, "training_config.max_steps=2"]) == 0
+  for file in (tmp_path / "text").glob("*.txt"):
+    file.write_text(file.read_text() + " nobody")
+  assert main_lib.main(words) == 2
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert "the position in the data must be one in the same rows" in said
+
+
+def test_a_folder_in_use_and_a_folder_of_something_else(
+    tmp_path, straight, capsys
+):
+  from tunix_progdistill.run import folder as folder_lib
+
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  with folder_lib.RunFolder(tmp_path / "run"):
+    assert main_lib.main(["train", str(path)]) == 2
+  assert "must not be in use by another process" in capsys.readouterr().err
+  for name in ("holiday", "file"):
+    where = tmp_path / name
+    if name == "holiday":
+      where.mkdir()
+      (where / "photo.jpg").write_text("x")
+    else:
+      where.write_text("x")
+    assert main_lib.main(
+        ["train", str(path), f"run_directory={where}", "--restart"]
+    ) == 2
+    assert "run_directory must be" in capsys.readouterr().err
+  assert (tmp_path / "holiday" / "photo.jpg").read_text() == "x"
 
 
 def test_restart_forgets_the_run_and_nothing_else(tmp_path, straight):

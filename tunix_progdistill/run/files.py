@@ -5,6 +5,8 @@ import os
 import pathlib
 from typing import Any
 
+from absl import logging
+
 
 def write_text(path: pathlib.Path, text: str) -> None:
   """Writes beside `path`, then renames: a kill leaves the old file."""
@@ -21,9 +23,15 @@ def write_json(path: pathlib.Path, value: Any) -> None:
   write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path: pathlib.Path) -> Any:
-  """The content of a JSON file; None where there is no such file."""
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON object; {} where there is none, or none that can be read."""
   try:
-    return json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8"))
   except FileNotFoundError:
-    return None
+    return {}
+  except ValueError:  # no JSON, or no text at all
+    found = None
+  if not isinstance(found, dict):
+    logging.warning("%s cannot be read and is written anew.", path)
+    return {}
+  return found

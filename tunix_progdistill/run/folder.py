@@ -22,6 +22,7 @@ import shutil
 from typing import Any
 
 import omegaconf
+import yaml
 
 from tunix_progdistill import errors
 from tunix_progdistill.plan import run as plan_lib
@@ -122,9 +123,9 @@ class RunFolder:
       ValueError: the run here was made by a config that trains otherwise.
     """
     if self._is_run():
-      old = (self / "config.yaml").read_text(encoding="utf-8")
+      old = self._config()
       changed = [
-          d for d in plan_lib.differences(_mapping(old), _mapping(text))
+          d for d in plan_lib.differences(old, _mapping(text))
           if not d.startswith(_FREE)
       ]
       if changed:
@@ -138,6 +139,18 @@ class RunFolder:
     files.write_text(self / "config.yaml", text)
 
 
+  def _config(self) -> dict[str, Any]:
+    try:
+      text = (self / "config.yaml").read_text(encoding="utf-8")
+      return _mapping(text)
+    except (ValueError, yaml.YAMLError) as e:
+      reason = " ".join(str(e).split())[:100]
+      raise errors.invalid(
+          "run_directory", "must hold a config.yaml that can be read "
+          f"({reason})", str(self.path),
+          "name another folder, or give --restart to forget that run",
+      ) from e
+
   def check_teacher(self, digest: str) -> None:
     """Writes down which teacher this run has, or compares it.
 
@@ -148,10 +161,10 @@ class RunFolder:
       ValueError: the run began with another one.
     """
     path = self / "teacher.json"
-    old = files.read_json(path)
+    old = files.read_object(path).get("sha256")
     if old is None:
       files.write_json(path, {"sha256": digest})
-    elif old.get("sha256") != digest:
+    elif old != digest:
       raise errors.invalid(
           "the teacher's weights", "must be those that this run began with",
           f"others for {self.path}", "restore them, name another "
@@ -161,7 +174,8 @@ class RunFolder:
 
 def _mapping(text: str) -> dict[str, Any]:
   found = omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.create(text))
-  assert isinstance(found, dict)
+  if not isinstance(found, dict):
+    raise ValueError("no mapping of keys")
   return {str(k): v for k, v in found.items()}
 
 

@@ -40,7 +40,7 @@ class Summary:
   ):
     self._path = path
     self._began = time.time()
-    old = files.read_json(path) or {}
+    old = files.read_object(path)
     self._earlier_sec = old.get("wall_sec") or 0.0
     self.updates: int = old.get("updates") or 0
     self.status = "running"
