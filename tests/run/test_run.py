@@ -256,6 +256,61 @@ def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
   assert main_lib.main(words) == 2
 
 
+def test_a_kill_between_any_two_files_of_the_folder(tmp_path, monkeypatch):
+  """The folder stays one that the same command can begin in."""
+  from tunix_progdistill.run import files
+  from tunix_progdistill.run import folder as folder_lib
+
+  class Kill(Exception):
+    pass
+
+  real = files.write_text
+  for stop in range(3):
+    written = []
+
+    def write(path, text, stop=stop, written=written):
+      if len(written) == stop:
+        path.with_name(path.name + ".partial").write_text(text[:3])
+        raise Kill
+      written.append(path)
+      real(path, text)
+
+    where = tmp_path / str(stop)
+    monkeypatch.setattr(files, "write_text", write)
+    with pytest.raises(Kill), folder_lib.RunFolder(where) as folder:
+      folder.begin(text="a: 1\n", command="x")
+    monkeypatch.setattr(files, "write_text", real)
+    with folder_lib.RunFolder(where) as folder:
+      folder.begin(text="a: 1\n", command="x")
+    assert (where / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_a_kill_while_a_run_is_forgotten(tmp_path, monkeypatch):
+  """What is left of it is not gone on with."""
+  from tunix_progdistill.run import folder as folder_lib
+
+  class Kill(Exception):
+    pass
+
+  def kill(path):
+    raise Kill
+
+  where = tmp_path / "run"
+  with folder_lib.RunFolder(where) as folder:
+    folder.begin(text="a: 1\n", command="x")
+    (where / "checkpoints" / "7").mkdir(parents=True)
+    (where / "metrics.jsonl").write_text("{}\n")
+  monkeypatch.setattr(folder_lib.shutil, "rmtree", kill)
+  with pytest.raises(Kill), folder_lib.RunFolder(where) as folder:
+    folder.forget()
+  assert (where / "checkpoints").exists()
+  monkeypatch.undo()
+  with folder_lib.RunFolder(where) as folder:
+    folder.begin(text="b: 2\n", command="x")
+  assert not (where / "checkpoints").exists()
+  assert not (where / ".forgetting").exists()
+
+
 def test_edited_data_are_noticed(tmp_path, straight, capsys):
   """One word of one document changed between a kill and the resume."""
   (tmp_path / "teacher").symlink_to(straight / "teacher")

@@ -7,10 +7,12 @@ from typing import Any
 
 from absl import logging
 
+PARTIAL = ".partial"
+
 
 def write_text(path: pathlib.Path, text: str) -> None:
   """Writes beside `path`, then renames: a kill leaves the old file."""
-  partial = path.with_name(path.name + ".partial")
+  partial = path.with_name(path.name + PARTIAL)
   with open(partial, "w", encoding="utf-8") as f:
     f.write(text)
     f.flush()

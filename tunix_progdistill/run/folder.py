@@ -33,6 +33,7 @@ _ENTRIES = (
     "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "student",
     "report.html",
 )
+_FORGETTING = ".forgetting"
 _PACKAGES = (
     "tunix-progdistill", "google-tunix", "jax", "jaxlib", "flax", "optax",
     "orbax-checkpoint", "grain", "qwix", "numpy",
@@ -61,9 +62,11 @@ class RunFolder:
 
   def __init__(self, path: str | os.PathLike[str]):
     self.path = pathlib.Path(path).expanduser().absolute()
-    if self.path.is_dir() and not self._is_run():
+    half = (self / _FORGETTING).exists()
+    if self.path.is_dir() and not self._is_run() and not half:
       found = sorted(
-          p.name for p in self.path.iterdir() if p.name != ".lock"
+          p.name for p in self.path.iterdir()
+          if p.name != ".lock" and not p.name.endswith(files.PARTIAL)
       )
       if found:
         raise errors.invalid(
@@ -87,6 +90,8 @@ class RunFolder:
           "run_directory", "must not be in use by another process",
           str(self.path), "wait for that run, or name another folder",
       ) from None
+    if half:  # a kill came between
+      self.forget()
 
   def __enter__(self) -> "RunFolder":
     return self
@@ -101,9 +106,15 @@ class RunFolder:
     return self.path / name
 
   def forget(self) -> None:
-    """Deletes what a run has written here, and nothing else."""
-    if not self._is_run():
+    """Deletes what a run has written here, and nothing else.
+
+    A kill in between leaves a mark, and the next process goes on with it: half
+    a run must not be taken for a whole one.
+    """
+    mark = self / _FORGETTING
+    if not self._is_run() and not mark.exists():
       return
+    mark.touch()
     for name in _ENTRIES:
       entry = self.path / name
       if entry.is_dir() and not entry.is_symlink():
@@ -111,6 +122,7 @@ class RunFolder:
       else:
         with contextlib.suppress(FileNotFoundError):
           entry.unlink()
+    mark.unlink()
 
   def begin(self, *, text: str, command: str) -> None:
     """Writes config, command and versions, unless another run lies here.
@@ -134,9 +146,9 @@ class RunFolder:
             f"differ: {'; '.join(changed[:5])}", str(self.path),
             "name another folder, or give --restart to forget that run",
         )
+    files.write_text(self / "config.yaml", text)  # first: it marks a run
     files.write_json(self / "versions.json", versions())
     files.write_text(self / "command.txt", f"{command}\n")
-    files.write_text(self / "config.yaml", text)
 
 
   def _config(self) -> dict[str, Any]:
