@@ -394,5 +394,5 @@ class TestFiles:
 
 def test_tokenizer_json_that_is_no_text_is_one_line(tmp_path):
   (tmp_path / "tokenizer.json").write_bytes(b"{\x8c\xff")
-  with pytest.raises(ValueError, match="must hold a tokenizer.json in UTF-8"):
+  with pytest.raises(ValueError, match=r"must hold a tokenizer[.]json in"):
     weights.load_tokenizer(tmp_path)
