@@ -311,6 +311,45 @@ def test_a_kill_while_a_run_is_forgotten(tmp_path, monkeypatch):
   assert not (where / ".forgetting").exists()
 
 
+def test_checkpoints_elsewhere_belong_to_one_run(tmp_path, straight, capsys):
+  """Another run's checkpoints would end it at once, with that run's student."""
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  root = tmp_path / "elsewhere"
+  words = [
+      "train", str(path), "prompts=[]",
+      f"training_config.checkpoint_root_directory={root}",
+  ]
+  short = "training_config.max_steps=4"
+  assert main_lib.main([*words, short]) == 0
+  line = "checkpoint_root_directory must be empty or hold checkpoints of this"
+  capsys.readouterr()
+  other = f"run_directory={tmp_path / 'other'}"
+  assert main_lib.main([*words, other, "model_config.layers=[1,2]"]) == 2
+  assert line in capsys.readouterr().err
+  assert not (tmp_path / "other" / "config.yaml").exists()
+
+  before = command.records(tmp_path / "run", "train")
+  assert main_lib.main([*words, short, "--restart"]) == 2
+  assert line in capsys.readouterr().err
+  assert command.records(tmp_path / "run", "train") == before
+  assert main_lib.main(words) == 0  # its own are gone on with
+  for name, value in student(straight / "run").items():
+    np.testing.assert_array_equal(student(tmp_path / "run")[name], value)
+
+
+def test_prompts_may_change(tmp_path, straight):
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  short = "training_config.max_steps=2"
+  assert main_lib.main(["train", str(path), short, "prompts=[]"]) == 0
+  assert main_lib.main(
+      ["train", str(path), short, "prompts=[the ship, it]"]
+  ) == 0
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  assert [s["prompt"] for s in summary["samples"]] == ["the ship", "it"]
+
+
 def test_edited_data_are_noticed(tmp_path, straight, capsys):
   """One word of one document changed between a kill and the resume."""
   (tmp_path / "teacher").symlink_to(straight / "teacher")

@@ -20,7 +20,9 @@ import pathlib
 import platform
 import shutil
 from typing import Any
+import uuid
 
+from etils import epath
 import omegaconf
 import yaml
 
@@ -28,12 +30,13 @@ from tunix_progdistill import errors
 from tunix_progdistill.plan import run as plan_lib
 from tunix_progdistill.run import files
 
+_FORGETTING = ".forgetting"
+_RUN_ID = ".run_id"
 _ENTRIES = (
     "config.yaml", "command.txt", "versions.json", "teacher.json",
     "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "student",
-    "report.html",
+    "report.html", _RUN_ID,
 )
-_FORGETTING = ".forgetting"
 _PACKAGES = (
     "tunix-progdistill", "google-tunix", "jax", "jaxlib", "flax", "optax",
     "orbax-checkpoint", "grain", "qwix", "numpy",
@@ -105,6 +108,44 @@ class RunFolder:
   def __truediv__(self, name: str) -> pathlib.Path:
     return self.path / name
 
+  def check_root(self, root: str, *, restart: bool) -> None:
+    """Refuses a checkpoint folder elsewhere that is not this run's own.
+
+    Checkpoints do not say which models they are of: a run that found another
+    one's would end with that one's student.
+
+    Args:
+      root: of the checkpoints.
+      restart: whether the run that lies here is about to be forgotten.
+
+    Raises:
+      ValueError: the folder holds something of another run, or of the one that
+        is to be forgotten.
+    """
+    if self._is_inside(root):
+      return
+    where = epath.Path(root)
+    found = sorted(p.name for p in where.iterdir()) if where.exists() else []
+    own = None if restart else _text(self / _RUN_ID)
+    if found and (own is None or own != _text(where / _RUN_ID)):
+      raise errors.invalid(
+          "training_config.checkpoint_root_directory",
+          "must be empty or hold checkpoints of this run", root,
+          "name another folder, or delete that one",
+      )
+
+  def claim_root(self, root: str) -> None:
+    """Marks a checkpoint folder elsewhere as this run's own."""
+    if not self._is_inside(root):
+      where = epath.Path(root)
+      where.mkdir(parents=True, exist_ok=True)
+      (where / _RUN_ID).write_text(_text(self / _RUN_ID) or "")
+
+  def _is_inside(self, root: str) -> bool:
+    return "://" not in root and pathlib.Path(root).absolute().is_relative_to(
+        self.path
+    )
+
   def forget(self) -> None:
     """Deletes what a run has written here, and nothing else.
 
@@ -138,7 +179,7 @@ class RunFolder:
       old = self._config()
       changed = [
           d for d in plan_lib.differences(old, _mapping(text))
-          if not d.startswith(_FREE)
+          if not d.removeprefix("number of ").startswith(_FREE)
       ]
       if changed:
         raise errors.invalid(
@@ -147,6 +188,8 @@ class RunFolder:
             "name another folder, or give --restart to forget that run",
         )
     files.write_text(self / "config.yaml", text)  # first: it marks a run
+    if not (self / _RUN_ID).is_file():
+      files.write_text(self / _RUN_ID, uuid.uuid4().hex)
     files.write_json(self / "versions.json", versions())
     files.write_text(self / "command.txt", f"{command}\n")
 
@@ -182,6 +225,10 @@ class RunFolder:
           f"others for {self.path}", "restore them, name another "
           "run_directory, or give --restart to forget that run",
       )
+
+
+def _text(path: Any) -> str | None:
+  return path.read_text() if path.exists() else None
 
 
 def _mapping(text: str) -> dict[str, Any]:

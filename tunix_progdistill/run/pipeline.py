@@ -71,9 +71,11 @@ def train(
   config.check()
   mesh = models_lib.make_mesh(config.model_config.mesh, "model_config")
   with folder_lib.RunFolder(config.run_directory) as folder:
+    folder.check_root(config.checkpoint_directory(), restart=restart)
     if restart:
       folder.forget()
     folder.begin(text=schema.to_yaml(config), command=command)
+    folder.claim_root(config.checkpoint_directory())
     _use_compile_cache()
     run = _Run(config, folder, mesh)
     with run.models.on_mesh():
@@ -229,7 +231,8 @@ class _Run:
     teacher, student = self.models.teacher.model, trainer.model
     size = students.num_parameters
     evaluated = self._metrics.records("eval")
-    first = evaluated[0] if evaluated else None
+    began = bool(evaluated) and evaluated[0]["update"] == 0
+    first = evaluated[0] if began else None
     if evaluated and evaluated[-1]["update"] == trainer.train_steps:
       last = evaluated[-1]
     else:
