@@ -228,7 +228,7 @@ def test_another_teacher_under_a_run_is_refused(tmp_path, capsys):
   safetensors.numpy.save_file(tensors, file, {"format": "pt"})
   assert main_lib.main(words) == 2
   said = capsys.readouterr().err.strip().splitlines()[-1]
-  assert "the teacher's weights must be those that this run began" in said
+  assert "the teacher's weights must be what this run began with" in said
   assert len(command.records(tmp_path / "run", "train")) == 2
   assert main_lib.main([*words, "--restart"]) == 0
 
@@ -241,7 +241,7 @@ def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
   assert main_lib.main([*words, "training_config.max_steps=6"]) == 0
   run = tmp_path / "run"
   (run / "summary.json").write_text('{"status": "runn')
-  (run / "teacher.json").write_bytes(b"\xff\x00")
+  (run / "inputs.json").write_bytes(b"\xff\x00")
   with open(run / "metrics.jsonl", "ab") as f:
     f.write(b'[1]\n\xff\xfe\n{"kind": "train", "update": "x"}\n{"upd')
   assert main_lib.main(words) == 0
@@ -338,6 +338,22 @@ def test_checkpoints_elsewhere_belong_to_one_run(tmp_path, straight, capsys):
     np.testing.assert_array_equal(student(tmp_path / "run")[name], value)
 
 
+def test_other_held_out_data_are_noticed(tmp_path, straight, capsys):
+  """One curve must not be of two sets of documents."""
+  (tmp_path / "teacher").symlink_to(straight / "teacher")
+  path = command.config(tmp_path, (0, 1, 3))
+  held = command.texts(tmp_path / "held", 34)
+  for file in sorted(held.iterdir())[:30]:
+    file.unlink()
+  words = [
+      "train", str(path), "prompts=[]", f"data_config.eval_directory={held}"
+  ]
+  assert main_lib.main([*words, "training_config.max_steps=2"]) == 0
+  min(held.iterdir()).unlink()
+  assert main_lib.main(words) == 2
+  assert "held-out data must be what this run began" in capsys.readouterr().err
+
+
 def test_prompts_may_change(tmp_path, straight):
   (tmp_path / "teacher").symlink_to(straight / "teacher")
   path = command.config(tmp_path, (0, 1, 3))
@@ -354,7 +370,12 @@ def test_edited_data_are_noticed(tmp_path, straight, capsys):
   """One word of one document changed between a kill and the resume."""
   (tmp_path / "teacher").symlink_to(straight / "teacher")
   path = command.config(tmp_path, (0, 1, 3))
-  words = ["train", str(path), "prompts=[]"]
+  held = command.texts(tmp_path / "held", 34)
+  for file in sorted(held.iterdir())[:30]:
+    file.unlink()
+  words = [
+      "train", str(path), "prompts=[]", f"data_config.eval_directory={held}"
+  ]
   assert main_lib.main([*words, "training_config.max_steps=2"]) == 0
   for file in (tmp_path / "text").glob("*.txt"):
     file.write_text(file.read_text() + " nobody")

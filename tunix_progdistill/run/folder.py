@@ -3,7 +3,7 @@
   config.yaml     the resolved config
   command.txt     the command that makes the run again
   versions.json   of this package and of what it stands on
-  teacher.json    a hash of the teacher, which must not change under a run
+  inputs.json     hashes of teacher and held-out rows, which must not change
   metrics.jsonl   a line for every update and every evaluation
   summary.json    what the stages cost, the models side by side, samples
   tensorboard/    events
@@ -33,7 +33,7 @@ from tunix_progdistill.run import files
 _FORGETTING = ".forgetting"
 _RUN_ID = ".run_id"
 _ENTRIES = (
-    "config.yaml", "command.txt", "versions.json", "teacher.json",
+    "config.yaml", "command.txt", "versions.json", "inputs.json",
     "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "student",
     "report.html", _RUN_ID,
 )
@@ -206,23 +206,24 @@ class RunFolder:
           "name another folder, or give --restart to forget that run",
       ) from e
 
-  def check_teacher(self, digest: str) -> None:
-    """Writes down which teacher this run has, or compares it.
+  def check_same(self, what: str, digest: str) -> None:
+    """Writes down what a run stands on, or compares it.
 
     Args:
-      digest: of the teacher's weights.
+      what: a name, such as "the teacher's weights".
+      digest: of it.
 
     Raises:
       ValueError: the run began with another one.
     """
-    path = self / "teacher.json"
-    old = files.read_object(path).get("sha256")
-    if old is None:
-      files.write_json(path, {"sha256": digest})
-    elif old != digest:
+    path = self / "inputs.json"
+    known = files.read_object(path)
+    if what not in known:
+      files.write_json(path, known | {what: digest})
+    elif known[what] != digest:
       raise errors.invalid(
-          "the teacher's weights", "must be those that this run began with",
-          f"others for {self.path}", "restore them, name another "
+          what, "must be what this run began with",
+          f"something else for {self.path}", "restore it, name another "
           "run_directory, or give --restart to forget that run",
       )
 

@@ -105,10 +105,13 @@ class _Run:
     cut = config.teacher().vocabulary_size is not None
     texts = data.training_texts(source) if cut else None
     self.models = models_lib.load(config, texts, mesh)
-    folder.check_teacher(models_lib.digest(self.models.teacher.model))
+    folder.check_same(
+        "the teacher's weights", models_lib.digest(self.models.teacher.model)
+    )
     self._data = data.open_datasets(
         source, self.models.tokenizer, add_eos=config.tokenizer_config.add_eos
     )
+    folder.check_same("held-out data", self._data.eval.fingerprint)
     self._metrics = metrics_file.MetricsFile(folder / "metrics.jsonl")
 
   def train(self) -> str:
