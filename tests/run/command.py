@@ -96,6 +96,19 @@ def config(folder: pathlib.Path, layers, **extra) -> pathlib.Path:
   return path
 
 
+def world(folder: pathlib.Path, other: pathlib.Path) -> pathlib.Path:
+  """The YAML of a run in `folder`, with the teacher that lies in `other`."""
+  (folder / "teacher").symlink_to(other / "teacher")
+  return config(folder, (0, 1, 3))
+
+
+def held_out(folder: pathlib.Path) -> pathlib.Path:
+  """Four documents that `config`'s own text does not hold."""
+  for file in sorted(texts(folder, 34).iterdir())[:30]:
+    file.unlink()
+  return folder
+
+
 def environment() -> dict[str, str]:
   """Of a process that shares the tests' cache of compiled programs."""
   root = pathlib.Path(__file__).parent.parent.parent

@@ -24,11 +24,6 @@ def teacher(tmp_path_factory):
   return folder
 
 
-def world(tmp_path, teacher):
-  (tmp_path / "teacher").symlink_to(teacher / "teacher")
-  return command.config(tmp_path, (0, 1, 3))
-
-
 def said(capsys) -> str:
   return capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -39,7 +34,7 @@ def test_k17_1_vocabularies_that_differ_before_anything_loads(
   other = tmp_path / "other"
   other.mkdir()
   command.checkpoint(other, "llama3", vocab_size=72)
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
 
   def load(*args, **kwargs):
     raise AssertionError("loaded")
@@ -57,7 +52,7 @@ def test_k17_1_vocabularies_that_differ_before_anything_loads(
 
 
 def test_k31_1_one_batch_one_update(tmp_path, teacher):
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   assert main_lib.main([
       "train", str(path), "batch_size=20", "training_config.max_steps=1",
       "num_train_epochs=1", "prompts=[]",
@@ -78,7 +73,7 @@ def test_k31_1_one_batch_one_update(tmp_path, teacher):
 def test_k31_1_too_little_data_is_one_line(
     tmp_path, teacher, capsys, break_it, line
 ):
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   texts = sorted((tmp_path / "text").iterdir())
   keep = {"nothing": 0, "blank": 2, "one": 1, "few": 30}[break_it]
   for text in texts[keep:]:
@@ -95,7 +90,7 @@ def test_k31_1_too_little_data_is_one_line(
 
 
 def test_k31_1_data_that_end_before_the_plan(tmp_path, teacher, capsys):
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   assert main_lib.main(
       ["train", str(path), "num_train_epochs=1", "max_target_length=60"]
   ) == 2
@@ -111,7 +106,7 @@ def test_k31_1_data_that_end_before_the_plan(tmp_path, teacher, capsys):
     ("progressive.topk=0", "progressive.topk must be a known key"),
 ])
 def test_k31_2_values_out_of_range(tmp_path, teacher, capsys, word, line):
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   assert main_lib.main(["train", str(path), word]) == 2
   assert line in said(capsys)
   assert not (tmp_path / "run").exists()
@@ -119,7 +114,7 @@ def test_k31_2_values_out_of_range(tmp_path, teacher, capsys, word, line):
 
 def test_k31_2_clipping_changes_the_run(tmp_path, teacher):
   """A clip that is accepted is a clip that is applied."""
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   students = []
   for norm in ("1.0", "1e-3"):
     run = tmp_path / f"run{norm}"
@@ -188,14 +183,14 @@ def test_trap_24_wandb_that_is_not_there_is_one_line(
     tmp_path, teacher, capsys, monkeypatch
 ):
   monkeypatch.setitem(sys.modules, "wandb", None)
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   assert main_lib.main(["train", str(path), "logging=[jsonl, wandb]"]) == 2
   assert "logging must name" in said(capsys)
 
 
 def test_trap_24_records_outlive_cleared_listeners(tmp_path, teacher):
   """Tunix clears all listeners of jax.monitoring when a trainer closes."""
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   for name in ("a", "b"):
     assert main_lib.main([
         "train", str(path), f"run_directory={tmp_path / name}",
@@ -215,7 +210,7 @@ def test_trap_22_remat_from_the_yaml(tmp_path, teacher, monkeypatch):
       remat, "set_remat",
       lambda model, value: calls.append((value, real(model, value))),
   )
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   assert main_lib.main([
       "train", str(path), "model_config.remat_config=3",
       "training_config.max_steps=2", "prompts=[]",
@@ -229,7 +224,7 @@ def test_trap_25_the_last_student_stays_until_the_next_is_whole(
     tmp_path, teacher, monkeypatch
 ):
   """Tunix's own export deletes its folder first."""
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   words = ["train", str(path), "training_config.max_steps=2", "prompts=[]"]
   assert main_lib.main(words) == 0
   old = (tmp_path / "run" / "student" / "model.safetensors").read_bytes()
@@ -259,7 +254,7 @@ def test_a_run_that_diverged_is_a_failure(
     tmp_path, teacher, capsys, words, line, updates
 ):
   """It ended with exit code 0 and a student of NaN, or one that never moved."""
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   assert main_lib.main(["train", str(path), "prompts=[]", *words]) == 1
   assert line in said(capsys)
   assert len(command.records(tmp_path / "run", "train")) == updates
@@ -270,7 +265,7 @@ def test_a_run_that_diverged_is_a_failure(
 
 
 def test_a_teacher_of_nan_is_a_failure(tmp_path, teacher, capsys):
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   broken = tmp_path / "broken"
   shutil.copytree(teacher / "teacher", broken)
   file = broken / "model.safetensors"
@@ -289,7 +284,7 @@ def test_a_teacher_from_another_folder(tmp_path, teacher):
   small = tmp_path / "small"
   small.mkdir()
   command.checkpoint(small, "llama3", hidden_size=16, num_hidden_layers=2)
-  path = world(tmp_path, teacher)
+  path = command.world(tmp_path, teacher)
   body = json.loads(path.read_text())
   body["model_config"] = {
       "model_source": "local", "model_path": str(small / "teacher")

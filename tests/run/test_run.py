@@ -169,8 +169,7 @@ def _same_run(folder, straight, extra=()):
 
 
 def _killed(tmp_path, straight, kills, seed):
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   moments = _kill_while_running(tmp_path, path, kills, seed)
   _same_run(tmp_path, straight)
   return moments
@@ -235,8 +234,7 @@ def test_another_teacher_under_a_run_is_refused(tmp_path, capsys):
 
 def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
   """Records are mended where they can be; the rest is one line."""
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   words = ["train", str(path)]
   assert main_lib.main([*words, "training_config.max_steps=6"]) == 0
   run = tmp_path / "run"
@@ -258,7 +256,7 @@ def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
 
 def test_a_kill_between_any_two_files_of_the_folder(tmp_path, monkeypatch):
   """The folder stays one that the same command can begin in."""
-  from tunix_progdistill.run import files
+  from tunix_progdistill import files
   from tunix_progdistill.run import folder as folder_lib
 
   class Kill(Exception):
@@ -313,8 +311,7 @@ def test_a_kill_while_a_run_is_forgotten(tmp_path, monkeypatch):
 
 def test_checkpoints_elsewhere_belong_to_one_run(tmp_path, straight, capsys):
   """Another run's checkpoints would end it at once, with that run's student."""
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   root = tmp_path / "elsewhere"
   words = [
       "train", str(path), "prompts=[]",
@@ -340,11 +337,8 @@ def test_checkpoints_elsewhere_belong_to_one_run(tmp_path, straight, capsys):
 
 def test_other_held_out_data_are_noticed(tmp_path, straight, capsys):
   """One curve must not be of two sets of documents."""
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
-  held = command.texts(tmp_path / "held", 34)
-  for file in sorted(held.iterdir())[:30]:
-    file.unlink()
+  path = command.world(tmp_path, straight)
+  held = command.held_out(tmp_path / "held")
   words = [
       "train", str(path), "prompts=[]", f"data_config.eval_directory={held}"
   ]
@@ -355,8 +349,7 @@ def test_other_held_out_data_are_noticed(tmp_path, straight, capsys):
 
 
 def test_prompts_may_change(tmp_path, straight):
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   short = "training_config.max_steps=2"
   assert main_lib.main(["train", str(path), short, "prompts=[]"]) == 0
   assert main_lib.main(
@@ -368,11 +361,8 @@ def test_prompts_may_change(tmp_path, straight):
 
 def test_edited_data_are_noticed(tmp_path, straight, capsys):
   """One word of one document changed between a kill and the resume."""
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
-  held = command.texts(tmp_path / "held", 34)
-  for file in sorted(held.iterdir())[:30]:
-    file.unlink()
+  path = command.world(tmp_path, straight)
+  held = command.held_out(tmp_path / "held")
   words = [
       "train", str(path), "prompts=[]", f"data_config.eval_directory={held}"
   ]
@@ -389,8 +379,7 @@ def test_a_folder_in_use_and_a_folder_of_something_else(
 ):
   from tunix_progdistill.run import folder as folder_lib
 
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   with folder_lib.RunFolder(tmp_path / "run"):
     assert main_lib.main(["train", str(path)]) == 2
   assert "must not be in use by another process" in capsys.readouterr().err
@@ -409,8 +398,7 @@ def test_a_folder_in_use_and_a_folder_of_something_else(
 
 
 def test_restart_forgets_the_run_and_nothing_else(tmp_path, straight):
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   assert main_lib.main(
       ["train", str(path), "training_config.max_steps=2"]
   ) == 0
@@ -427,8 +415,7 @@ def test_restart_forgets_the_run_and_nothing_else(tmp_path, straight):
 
 def test_a_longer_run_goes_on(tmp_path, straight):
   """max_steps may grow: the end of the plan is then reached."""
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   assert main_lib.main(
       ["train", str(path), "training_config.max_steps=5"]
   ) == 0
@@ -437,8 +424,7 @@ def test_a_longer_run_goes_on(tmp_path, straight):
 
 
 def test_last_weights_are_evaluated_whatever_the_interval(tmp_path, straight):
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   assert main_lib.main([
       "train", str(path), "training_config.max_steps=3", "logging=[jsonl]",
   ]) == 0
@@ -447,8 +433,7 @@ def test_last_weights_are_evaluated_whatever_the_interval(tmp_path, straight):
 
 
 def test_mesh_of_two_devices_gives_the_same_student(tmp_path, straight):
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   assert main_lib.main([
       "train", str(path), "model_config.mesh.shape=(2,1)",
       "model_config.mesh.axis_names=('fsdp','tp')",
@@ -460,8 +445,7 @@ def test_mesh_of_two_devices_gives_the_same_student(tmp_path, straight):
 
 
 def test_more_devices_than_there_are_is_one_line(tmp_path, straight, capsys):
-  (tmp_path / "teacher").symlink_to(straight / "teacher")
-  path = command.config(tmp_path, (0, 1, 3))
+  path = command.world(tmp_path, straight)
   assert main_lib.main([
       "train", str(path), "model_config.mesh.shape=(64,1)",
       "model_config.mesh.axis_names=('fsdp','tp')",

@@ -71,8 +71,8 @@ class Position:
   from a saved state without reading again what was read.
 
   Attributes:
-    trained: JSON of the state after the last batch that was trained on; None
-      where the data cannot tell. The loop may have fetched one batch more.
+    trained: the state after the last batch that was trained on; None where the
+      data cannot tell. The loop may have fetched one batch more.
   """
 
   def __init__(self):
@@ -81,7 +81,7 @@ class Position:
 
   def fetched(self, iterator: Any) -> None:
     """Takes down the state after a batch was fetched."""
-    self._fetched = _to_json(iterator.get_state())
+    self._fetched = iterator.get_state()
 
   def commit(self) -> None:
     """The batch that was fetched last is trained on."""
@@ -92,28 +92,28 @@ class Position:
     """Moves `iterator` behind what was trained on, if both can."""
     if self.trained is None or not _can_tell(iterator):
       return False
-    iterator.set_state(_from_json(self.trained))
+    iterator.set_state(self.trained)
     return True
+
+  def to_json(self) -> Any:
+    """`trained` for a checkpoint; None where JSON cannot hold it."""
+    if isinstance(self.trained, bytes):
+      return {"base64": base64.b64encode(self.trained).decode("ascii")}
+    try:
+      json.dumps(self.trained)
+    except TypeError:
+      return None  # batches are skipped by count instead
+    return self.trained
+
+  def from_json(self, saved: Any) -> None:
+    """Takes `trained` from what `to_json` gave."""
+    if isinstance(saved, dict) and set(saved) == {"base64"}:
+      saved = base64.b64decode(saved["base64"])
+    self.trained = saved
 
 
 def _can_tell(iterator: Any) -> bool:
   return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
-
-
-def _to_json(state: Any) -> Any:
-  if isinstance(state, bytes):
-    return {"base64": base64.b64encode(state).decode("ascii")}
-  try:
-    json.dumps(state)
-  except TypeError:
-    return None  # a state that cannot be saved: batches are skipped instead
-  return state
-
-
-def _from_json(saved: Any) -> Any:
-  if isinstance(saved, dict) and set(saved) == {"base64"}:
-    return base64.b64decode(saved["base64"])
-  return saved
 
 
 def complete_windows(

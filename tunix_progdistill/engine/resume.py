@@ -66,7 +66,7 @@ class RunCheckpoints(checkpoints.CheckpointManager):
         lambda: {
             **engine.run_state.to_json(),
             "fingerprint": fingerprint,
-            "data": position.trained,
+            "data": position.to_json(),
         },
         user_metadata,
         before_save,
@@ -111,7 +111,7 @@ class RunCheckpoints(checkpoints.CheckpointManager):
           "mend it, or name an empty folder to start anew"
       ) from first_error
     self._engine.run_state = state_lib.RunState()
-    self._position.trained = None
+    self._position.from_json(None)
     self._engine.start(0)
     return 0, {}
 
@@ -130,5 +130,5 @@ class RunCheckpoints(checkpoints.CheckpointManager):
           "values, or name an empty checkpoint_root_directory"
       )
     self._engine.run_state = state_lib.RunState.from_json(saved)
-    self._position.trained = saved.get("data")
+    self._position.from_json(saved.get("data"))
     logging.info("Found the checkpoint of update %d.", step)

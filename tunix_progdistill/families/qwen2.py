@@ -21,13 +21,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _config_from_hf(raw: Mapping[str, Any], dtype: Any) -> Any:
-  fields = hf_config.Fields(raw, DEFAULTS["qwen2"])
+def dense_config(
+    fields: hf_config.Fields, raw: Mapping[str, Any], dtype: Any, *,
+    package: str, derived: bool,
+) -> Any:
+  """A ModelConfig of Tunix's qwen2 or qwen3; takes all fields that are left.
+
+  Args:
+    fields: of `raw`.
+    raw: config.json.
+    dtype: of the parameters.
+    package: of the family.
+    derived: whether a head's width may follow from the model's.
+  """
   found = hf_config.rope(raw, 10_000)
   hf_config.rope_type(found, "default")
-  sizes = llama3.sizes(fields, derived=True)
+  sizes = llama3.sizes(fields, derived=derived)
   hf_config.flat_layers(fields, sizes["num_layers"], window=True)
-  config = hf.module(_PACKAGE).ModelConfig(
+  config = hf.module(package).ModelConfig(
       **sizes, rope_theta=found["rope_theta"],
       use_tied_embedding=fields.flag("tie_word_embeddings"),
       dtype=dtype, param_dtype=dtype,
@@ -36,11 +47,22 @@ def _config_from_hf(raw: Mapping[str, Any], dtype: Any) -> Any:
   return config
 
 
-def _config_to_hf(config: Any) -> dict[str, Any]:
+def dense_to_hf(config: Any) -> dict[str, Any]:
+  """What config.json says of either family."""
   return llama3.fields_to_hf(config) | {
-      "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
       "rope_theta": float(config.rope_theta), "use_sliding_window": False,
       "tie_word_embeddings": config.use_tied_embedding,
+  }
+
+
+def _config_from_hf(raw: Mapping[str, Any], dtype: Any) -> Any:
+  fields = hf_config.Fields(raw, DEFAULTS["qwen2"])
+  return dense_config(fields, raw, dtype, package=_PACKAGE, derived=True)
+
+
+def _config_to_hf(config: Any) -> dict[str, Any]:
+  return dense_to_hf(config) | {
+      "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
   }
 
 

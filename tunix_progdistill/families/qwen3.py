@@ -7,6 +7,7 @@ from tunix_progdistill.families import base
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import llama3
+from tunix_progdistill.families import qwen2
 from tunix_progdistill.families import rope
 
 _PACKAGE = "tunix.models.qwen3."
@@ -25,17 +26,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 def _config_from_hf(raw: Mapping[str, Any], dtype: Any) -> Any:
   fields = hf_config.Fields(raw, DEFAULTS["qwen3"])
   fields.only("attention_bias", False, None, remedy="use another model")
-  found = hf_config.rope(raw, 10_000)
-  hf_config.rope_type(found, "default")
-  sizes = llama3.sizes(fields, derived=False)
-  hf_config.flat_layers(fields, sizes["num_layers"], window=True)
-  config = hf.module(_PACKAGE).ModelConfig(
-      **sizes, rope_theta=found["rope_theta"],
-      use_tied_embedding=fields.flag("tie_word_embeddings"),
-      dtype=dtype, param_dtype=dtype,
+  return qwen2.dense_config(
+      fields, raw, dtype, package=_PACKAGE, derived=False
   )
-  fields.finish()
-  return config
 
 
 def _config_to_hf(config: Any) -> dict[str, Any]:
@@ -44,11 +37,9 @@ def _config_to_hf(config: Any) -> dict[str, Any]:
         "num_experts must be None for a Qwen3 to be written, got "
         f"{config.num_experts}; a mixture of experts is not exported"
     )
-  return llama3.fields_to_hf(config) | {
+  return qwen2.dense_to_hf(config) | {
       "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
       "head_dim": config.head_dim, "attention_bias": False,
-      "rope_theta": float(config.rope_theta), "use_sliding_window": False,
-      "tie_word_embeddings": config.use_tied_embedding,
   }
 
 

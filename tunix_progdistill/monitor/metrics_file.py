@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from collections.abc import Mapping
 import json
-import math
 import os
 import pathlib
 import time
 from typing import Any
 
 from absl import logging
+
+from tunix_progdistill import files
 
 
 class MetricsFile:
@@ -33,13 +34,12 @@ class MetricsFile:
 
   def rewind(self, update: int) -> None:
     """Drops what lies beyond `update`, and a line that a kill cut short."""
-    keep = [
-        line for line, record in self._read()
-        if record["update"] <= update
-    ]
+    keep = []
     self._evaluated, self._trained = set(), 0
-    for line in keep:
-      record = json.loads(line)
+    for line, record in self._read():
+      if record["update"] > update:
+        continue
+      keep.append(line)
       if record["kind"] == "eval":
         self._evaluated.add(record["update"])
       elif record["kind"] == "train":
@@ -49,12 +49,7 @@ class MetricsFile:
           "%s ends at update %d, the checkpoint is of update %d: the lines in "
           "between are lost.", self._path, self._trained, update,
       )
-    partial = self._path.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as f:
-      f.writelines(line + "\n" for line in keep)
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(partial, self._path)
+    files.write_text(self._path, "".join(line + "\n" for line in keep))
 
   def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
     if not self._path.is_file():
@@ -98,13 +93,7 @@ class MetricsFile:
       self._trained = update
     record = {
         "kind": kind, "update": update, "time_sec": round(time.time(), 3),
-        **{k: _finite(v) for k, v in values.items()},
+        **{k: files.finite(v) for k, v in values.items()},
     }
     with open(self._path, "a", encoding="utf-8") as f:
       f.write(json.dumps(record, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-  if isinstance(value, float) and not math.isfinite(value):
-    return None
-  return value

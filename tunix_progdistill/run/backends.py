@@ -1,21 +1,9 @@
 """Logging back ends, by the names in the config."""
 
 from collections.abc import Sequence
-import importlib.util
 from typing import Any
 
 from tunix.sft import metrics_logger
-
-from tunix_progdistill import errors
-
-
-def check(names: Sequence[str]) -> None:
-  """Raises ValueError where a back end that is named cannot be had."""
-  if "wandb" in names and importlib.util.find_spec("wandb") is None:
-    raise errors.invalid(
-        "logging", "must name back ends that are installed", "wandb",
-        "pip install wandb, or leave it out",
-    )
 
 
 def tunix_options(

@@ -27,8 +27,8 @@ import omegaconf
 import yaml
 
 from tunix_progdistill import errors
+from tunix_progdistill import files
 from tunix_progdistill.plan import run as plan_lib
-from tunix_progdistill.run import files
 
 _FORGETTING = ".forgetting"
 _RUN_ID = ".run_id"
@@ -125,7 +125,7 @@ class RunFolder:
     if self._is_inside(root):
       return
     where = epath.Path(root)
-    found = sorted(p.name for p in where.iterdir()) if where.exists() else []
+    found = where.exists() and any(where.iterdir())
     own = None if restart else _text(self / _RUN_ID)
     if found and (own is None or own != _text(where / _RUN_ID)):
       raise errors.invalid(
@@ -192,7 +192,6 @@ class RunFolder:
       files.write_text(self / _RUN_ID, uuid.uuid4().hex)
     files.write_json(self / "versions.json", versions())
     files.write_text(self / "command.txt", f"{command}\n")
-
 
   def _config(self) -> dict[str, Any]:
     try:

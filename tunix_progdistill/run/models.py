@@ -1,6 +1,5 @@
 """Teacher, student and tokenizer of a run."""
 
-import ast
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
@@ -21,6 +20,7 @@ from tunix_progdistill import schema
 from tunix_progdistill import students
 from tunix_progdistill import weights
 from tunix_progdistill.families import remat
+from tunix_progdistill.weights import config as weights_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,27 +79,11 @@ def make_mesh(config: Mapping[str, Any] | None, field: str) -> Any:
   """The mesh of devices that a `mesh` section asks for; None for none.
 
   Raises:
-    ValueError: it is malformed, or asks for devices that are not there.
+    ValueError: it asks for devices that are not there.
   """
   if not config:
     return None
-  try:
-    shape = ast.literal_eval(str(config["shape"]))
-    names = ast.literal_eval(str(config["axis_names"]))
-  except (KeyError, ValueError, SyntaxError):
-    shape = names = None
-  shape = (shape,) if isinstance(shape, int) else shape
-  names = (names,) if isinstance(names, str) else names
-  if (
-      not isinstance(shape, tuple) or not isinstance(names, tuple)
-      or len(shape) != len(names) or not shape
-      or not all(isinstance(n, int) and n >= 1 for n in shape)
-      or not all(isinstance(n, str) for n in names)
-  ):
-    raise errors.invalid(
-        f"{field}.mesh", "must have a shape and as many axis_names",
-        dict(config), "write e.g. shape \"(2,)\" and axis_names \"('fsdp',)\"",
-    )
+  shape, names = weights_config.mesh_axes(config)
   wanted, there = math.prod(shape), jax.device_count()
   if wanted > there:
     raise errors.invalid(

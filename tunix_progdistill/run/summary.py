@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import math
 import pathlib
 import time
 from typing import Any
 
-from tunix_progdistill.run import files
+from tunix_progdistill import files
 
 _STAGE_FIELDS = (
     "update_sec", "first_update_sec", "flops", "optimizer_bytes",
@@ -70,7 +69,7 @@ class Summary:
   def set_cost(self, *, stage: int, **cost: Any) -> None:
     """Takes down what one stage costs."""
     self._stages[stage] |= {
-        f: _plain(cost[f]) for f in _STAGE_FIELDS
+        f: files.finite(cost[f]) for f in _STAGE_FIELDS
         if cost.get(f) is not None or self._stages[stage][f] is None
     }
 
@@ -129,9 +128,3 @@ class Summary:
       self.status = "failed"
       self.cause = f"{kind.__name__}: {error}".split("\n", maxsplit=1)[0]
     self.write()
-
-
-def _plain(value: Any) -> Any:
-  return None if isinstance(value, float) and not math.isfinite(value) else (
-      value
-  )

@@ -101,7 +101,8 @@ class ModelConfig:
           "apply qwix's LoRA to the student in Python",
       )
     object.__setattr__(self, "layers", _layers(self.layers))
-    _check_mesh(self.mesh)
+    if self.mesh is not None:
+      mesh_axes(self.mesh)
 
 
 def _invalid(name: str, rule: str, value: Any, remedy: str) -> ValueError:
@@ -151,10 +152,12 @@ def _layers(value: Any) -> tuple[int, ...] | None:
   return numbers
 
 
-def _check_mesh(mesh: Any) -> None:
-  """A mesh is a shape and as many names, as Tunix's strings or as lists."""
-  if mesh is None:
-    return
+def mesh_axes(mesh: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+  """(shape, names) of a mesh, from Tunix's strings or from lists.
+
+  Raises:
+    ValueError: it is not a shape and as many names.
+  """
   remedy = "try shape \"(1,1)\" and axis_names \"('fsdp','tp')\""
   if not isinstance(mesh, Mapping) or set(mesh) != {"shape", "axis_names"}:
     raise _invalid("mesh", "must have shape and axis_names", mesh, remedy)
@@ -168,6 +171,7 @@ def _check_mesh(mesh: Any) -> None:
         "mesh", "must have a size of at least 1 and a name for each axis",
         dict(mesh), remedy,
     )
+  return shape, names
 
 
 def _sequence(value: Any) -> tuple[Any, ...] | None:

@@ -205,9 +205,8 @@ def _replaced(target: pathlib.Path) -> Iterator[pathlib.Path]:
         old.rename(target)
       raise
     _sync(target.parent)
-  except BaseException:
-    shutil.rmtree(new, ignore_errors=True)
-    raise
+  finally:
+    shutil.rmtree(new, ignore_errors=True)  # gone already if all went well
   if old.exists():
     shutil.rmtree(old)
 

@@ -1,6 +1,7 @@
 """Files that are whole or not there."""
 
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -18,6 +19,13 @@ def write_text(path: pathlib.Path, text: str) -> None:
     f.flush()
     os.fsync(f.fileno())
   os.replace(partial, path)
+
+
+def finite(value: Any) -> Any:
+  """`value`, or None for a float that is not finite: JSON knows none."""
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
