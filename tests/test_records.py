@@ -181,3 +181,46 @@ def test_evaluate_gives_what_the_evaluation_logs():
     assert found[name] == pytest.approx(float(logged), rel=1e-6)
   with pytest.raises(ValueError, match="eval_ds must hold at least one batch"):
     trainer.evaluate([])
+
+
+def _line(kind, update, **values):
+  return json.dumps({"kind": kind, "update": update, **values}) + "\n"
+
+
+def test_rewind_mends_what_breaks_the_invariants(tmp_path, caplog):
+  """Doubled, reordered and missing lines, and lines that are no records."""
+  path = tmp_path / "m.jsonl"
+  path.write_text("".join((
+      _line("eval", 0), _line("train", 2, loss=2.0), _line("train", 1),
+      '{"update": 2}\n', '{"kind": "train", "update": true}\n',
+      _line("train", 2, loss=9.0), _line("event", 2, event="resume"),
+      _line("eval", 2), _line("eval", 2), _line("train", 5),
+      _line("train", 7),
+  )))
+  file = metrics_file.MetricsFile(path)
+  file.rewind(6)
+  kept = [(r["kind"], r["update"]) for r in lines(path)]
+  assert kept == [
+      ("eval", 0), ("train", 1), ("train", 2), ("event", 2), ("eval", 2),
+      ("train", 5),
+  ]
+  assert lines(path)[2]["loss"] == 2.0
+  said = caplog.text
+  assert "line 4 is no record" in said and "line 5 is no record" in said
+  assert "2 doubled lines" in said and "out of order" in said
+  assert "no line of 3 updates, of which 3 is the first" in said
+  file.write("train", 6, {})  # stood there in the checkpoint already
+  file.write("train", 7, {})
+  assert [r["update"] for r in lines(path)][-2:] == [5, 7]
+
+
+def test_rewind_of_a_whole_file_changes_and_says_nothing(tmp_path, caplog):
+  path = tmp_path / "m.jsonl"
+  file = metrics_file.MetricsFile(path)
+  for update in (1, 2, 3):
+    file.write("train", update, {"loss": 1.0})
+    file.write("eval", update, {"loss": 1.0})
+  before = path.read_text()
+  metrics_file.MetricsFile(path).rewind(3)
+  assert path.read_text() == before
+  assert not caplog.records

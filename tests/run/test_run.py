@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import shutil
 import time
 
 import numpy as np
@@ -238,10 +239,13 @@ def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
   words = ["train", str(path)]
   assert main_lib.main([*words, "training_config.max_steps=6"]) == 0
   run = tmp_path / "run"
-  (run / "summary.json").write_text('{"status": "runn')
+  (run / "summary.json").write_text(
+      '{"models": [{}, 3], "stages": 4, "wall_sec": "x", "samples": [1]}'
+  )
   (run / "inputs.json").write_bytes(b"\xff\x00")
   with open(run / "metrics.jsonl", "ab") as f:
-    f.write(b'[1]\n\xff\xfe\n{"kind": "train", "update": "x"}\n{"upd')
+    f.write(b'[1]\n\xff\xfe\n{"kind": "train", "update": "x"}\n')
+    f.write(b'{"update": 3}\n{"upd')
   assert main_lib.main(words) == 0
   _same_run(tmp_path, straight, extra={6})
 
@@ -254,16 +258,26 @@ def test_a_folder_that_was_meddled_with(tmp_path, straight, capsys):
   assert main_lib.main(words) == 2
 
 
+class Kill(Exception):
+  """Stands for kill -9: nothing may be cleaned up after it."""
+
+
+def _begin(where, text, restart=False):
+  from tunix_progdistill.run import folder as folder_lib
+
+  with folder_lib.RunFolder(where) as folder, folder.begin(
+      text=text, command="x", root=str(where / "checkpoints"), restart=restart
+  ):
+    (where / "inputs.json").write_text("{}")
+
+
 def test_a_kill_between_any_two_files_of_the_folder(tmp_path, monkeypatch):
   """The folder stays one that the same command can begin in."""
   from tunix_progdistill import files
-  from tunix_progdistill.run import folder as folder_lib
-
-  class Kill(Exception):
-    pass
+  from tunix_progdistill.run import aside
 
   real = files.write_text
-  for stop in range(3):
+  for stop in range(4):
     written = []
 
     def write(path, text, stop=stop, written=written):
@@ -274,39 +288,170 @@ def test_a_kill_between_any_two_files_of_the_folder(tmp_path, monkeypatch):
       real(path, text)
 
     where = tmp_path / str(stop)
-    monkeypatch.setattr(files, "write_text", write)
-    with pytest.raises(Kill), folder_lib.RunFolder(where) as folder:
-      folder.begin(text="a: 1\n", command="x")
-    monkeypatch.setattr(files, "write_text", real)
-    with folder_lib.RunFolder(where) as folder:
-      folder.begin(text="a: 1\n", command="x")
+    with monkeypatch.context() as patched:
+      patched.setattr(files, "write_text", write)
+      patched.setattr(aside.Aside, "put_back", lambda self: None)
+      with pytest.raises(Kill):
+        _begin(where, "a: 1\n")
+    _begin(where, "a: 1\n")
     assert (where / "config.yaml").read_text() == "a: 1\n"
+    assert not list(where.glob(".aside*"))
 
 
-def test_a_kill_while_a_run_is_forgotten(tmp_path, monkeypatch):
-  """What is left of it is not gone on with."""
-  from tunix_progdistill.run import folder as folder_lib
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kill_at_any_step_of_a_restart(tmp_path, monkeypatch, fails):
+  """The old run is there, whole, or the new one is; never a half of each."""
+  names = ("rename", "mkdir", "rmdir", "unlink")
+  old = {"config.yaml", "metrics.jsonl", "checkpoints", ".run_id"}
 
-  class Kill(Exception):
-    pass
-
-  def kill(path):
-    raise Kill
-
-  where = tmp_path / "run"
-  with folder_lib.RunFolder(where) as folder:
-    folder.begin(text="a: 1\n", command="x")
+  def world(where):
+    _begin(where, "a: 1\n")
     (where / "checkpoints" / "7").mkdir(parents=True)
-    (where / "metrics.jsonl").write_text("{}\n")
-  monkeypatch.setattr(folder_lib.shutil, "rmtree", kill)
-  with pytest.raises(Kill), folder_lib.RunFolder(where) as folder:
-    folder.forget()
-  assert (where / "checkpoints").exists()
-  monkeypatch.undo()
-  with folder_lib.RunFolder(where) as folder:
-    folder.begin(text="b: 2\n", command="x")
-  assert not (where / "checkpoints").exists()
-  assert not (where / ".forgetting").exists()
+    (where / "metrics.jsonl").write_text('{"kind": "train", "update": 1}\n')
+
+  def restart(where):
+    from tunix_progdistill.run import folder as folder_lib
+
+    with folder_lib.RunFolder(where) as folder, folder.begin(
+        text="b: 2\n", command="x", root=str(where / "checkpoints"),
+        restart=True,
+    ):
+      (where / "checkpoints" / "new").mkdir(parents=True)
+      if fails:
+        raise ValueError("the new config cannot work")
+
+  stop, kills = 0, 0
+  while True:
+    where = tmp_path / str(stop)
+    world(where)
+    steps = []
+    with monkeypatch.context() as patched:
+      for name in names:
+        real = getattr(pathlib.Path, name)
+
+        def step(self, *args, real=real, steps=steps, stop=stop, **kwargs):
+          if len(steps) >= stop:
+            raise Kill
+          steps.append(self)
+          return real(self, *args, **kwargs)
+
+        patched.setattr(pathlib.Path, name, step)
+      try:
+        restart(where)
+      except Kill:
+        kills += 1
+      except ValueError:
+        break
+      else:
+        break
+    from tunix_progdistill.run import folder as folder_lib
+
+    with folder_lib.RunFolder(where):
+      pass
+    found = {p.name for p in where.iterdir()} - {".lock"}
+    if (where / "config.yaml").exists() and (
+        (where / "config.yaml").read_text() == "b: 2\n"
+    ):
+      assert not fails
+      assert not (where / "metrics.jsonl").exists()
+    else:
+      assert old <= found, found
+      assert [p.name for p in (where / "checkpoints").iterdir()] == ["7"]
+    assert not {n for n in found if n.startswith(".aside")}
+    stop += 1
+  assert kills > 8
+  final = (where / "config.yaml").read_text()
+  assert final == ("a: 1\n" if fails else "b: 2\n")
+
+
+def _bytes(run):
+  """All but TensorBoard's folder, whose writer opens its file by itself."""
+  return {
+      p: p.read_bytes() for p in run.rglob("*")
+      if p.is_file() and "tensorboard" not in p.parts
+  }
+
+
+def test_restart_with_a_config_that_cannot_work_keeps_the_run(
+    tmp_path, straight, capsys
+):
+  """Rules that match nothing are known only once the model is there."""
+  path = command.world(tmp_path, straight)
+  words = ["train", str(path), "training_config.max_steps=2", "prompts=[]"]
+  assert main_lib.main(words) == 0
+  before = _bytes(tmp_path / "run")
+  bad = [
+      "progressive.stages.0.freeze_fraction=null",
+      'progressive.stages.0.trainable=["nothing/.*"]',
+  ]
+  capsys.readouterr()
+  assert main_lib.main([*words, *bad, "--restart"]) == 2
+  assert "nothing/" in capsys.readouterr().err
+  assert _bytes(tmp_path / "run") == before
+
+
+def test_a_first_start_that_failed_binds_nobody(tmp_path, straight, capsys):
+  """The corrected command begins in the same folder."""
+  path = command.world(tmp_path, straight)
+  words = ["train", str(path), "training_config.max_steps=2", "prompts=[]"]
+  bad = [
+      "progressive.stages.0.freeze_fraction=null",
+      'progressive.stages.0.trainable=["nothing/.*"]',
+  ]
+  assert main_lib.main([*words, *bad]) == 2
+  assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+  assert main_lib.main(words) == 0
+
+  # One whose teacher is NaN fails a little later, and binds as little.
+  file = tmp_path / "other" / "model.safetensors"
+  shutil.copytree(tmp_path / "teacher", file.parent)
+  good = file.read_bytes()
+  tensors = safetensors.numpy.load_file(file)
+  tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = np.nan
+  safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+  words += [
+      f"model_config.model_path={file.parent}",
+      f"run_directory={tmp_path / 'second'}",
+  ]
+  assert main_lib.main(words) == 1
+  file.write_bytes(good)
+  assert main_lib.main([*words, "batch_size=5"]) == 0
+  assert len(command.records(tmp_path / "second", "train")) == 2
+
+
+def test_what_a_killed_export_left_is_gone(tmp_path, straight):
+  path = command.world(tmp_path, straight)
+  words = ["train", str(path), "training_config.max_steps=2", "prompts=[]"]
+  assert main_lib.main(words) == 0
+  run = tmp_path / "run"
+  expected = student(run)
+  (run / "student").rename(run / ".student.old-1234abcd")
+  (run / ".student.new-1234abcd").mkdir()
+  assert main_lib.main(words) == 0
+  assert not list(run.glob(".student*"))
+  for name, value in expected.items():
+    np.testing.assert_array_equal(student(run)[name], value)
+
+
+def test_a_students_place_that_is_taken_is_said_before_training(
+    tmp_path, straight, capsys
+):
+  path = command.world(tmp_path, straight)
+  words = ["train", str(path), "prompts=[]"]
+  assert main_lib.main([*words, "training_config.max_steps=2"]) == 0
+  run = tmp_path / "run"
+  shutil.rmtree(run / "student")
+  (run / "student").mkdir()
+  (run / "student" / "photo.jpg").write_text("x")
+  trained = command.records(run, "train")
+  capsys.readouterr()
+  assert main_lib.main(words) == 2
+  assert "must be empty or an earlier export" in capsys.readouterr().err
+  assert command.records(run, "train") == trained
+  shutil.rmtree(run / "student")
+  (run / "student").write_text("x")
+  assert main_lib.main(words) == 2
+  assert "files for files and folders for folders" in capsys.readouterr().err
 
 
 def test_checkpoints_elsewhere_belong_to_one_run(tmp_path, straight, capsys):

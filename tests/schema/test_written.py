@@ -33,6 +33,7 @@ _TEXT = st.text(
      "2020-01-01", "???", "- a", "a: b", "#", "'", '"', "\x85", "\\", "{", "*"]
 )
 _NAME = _TEXT.filter(bool)
+_PATH = _TEXT.filter(lambda text: "\0" not in text)
 _POSITIVE = st.floats(1e-3, 1e3)
 _PART = st.floats(0, 1)
 _COUNT = st.integers(1, 10**12)
@@ -65,7 +66,7 @@ _STAGE = st.builds(
 _CONFIG = st.builds(
     schema.RunConfig,
     model_config=st.builds(
-        weights_config.ModelConfig, model_path=_TEXT, model_id=_TEXT,
+        weights_config.ModelConfig, model_path=_PATH, model_id=_TEXT,
         rng_seed=st.integers(0, 2**40),
         layers=st.lists(st.integers(0, 99), min_size=1).map(tuple),
         mesh=st.none() | st.just(
@@ -73,21 +74,21 @@ _CONFIG = st.builds(
         ),
     ),
     teacher_model_config=st.none() | st.builds(
-        weights_config.ModelConfig, model_path=_TEXT,
+        weights_config.ModelConfig, model_path=_PATH,
         model_display=st.just(True),
     ),
     tokenizer_config=st.builds(
-        sections.TokenizerConfig, tokenizer_path=_TEXT, add_eos=st.booleans()
+        sections.TokenizerConfig, tokenizer_path=_PATH, add_eos=st.booleans()
     ),
     data_config=st.builds(
-        data.DataConfig, data_directory=_TEXT, batch_size=_COUNT,
+        data.DataConfig, data_directory=_PATH, batch_size=_COUNT,
         text_field=_NAME, shuffle_seed=st.none() | _COUNT,
         eval_fraction=st.floats(0.01, 0.99),
     ),
     optimizer_config=st.builds(
         schema.OptimizerConfig, learning_rate=_PART,
         arguments=st.fixed_dictionaries(
-            {}, optional={"b1": _PART, "nesterov": st.booleans(),
+            {}, optional={"b1": st.floats(0, 0.999), "nesterov": st.booleans(),
                           "mu_dtype": st.none(), "power": _POSITIVE},
         ),
     ),
@@ -111,7 +112,7 @@ _CONFIG = st.builds(
         ),
         max_grad_norm=st.none() | _POSITIVE,
     ),
-    run_directory=_NAME,
+    run_directory=_PATH.filter(bool),
     logging=st.lists(st.sampled_from(["jsonl", "wandb"])).map(tuple),
     prompts=st.lists(_TEXT, max_size=3).map(tuple),
     targets=st.builds(sections.Targets, kl_div_tau1=st.none() | _POSITIVE),

@@ -16,6 +16,29 @@ _TOP = (
 
 # (words of the command line, the message)
 _OVERRIDES = [
+    # What float32 cannot hold.
+    ("progressive.temperature=1e-30",
+     "progressive.temperature must be such that float32 holds its square, got "
+     "1e-30; use 2 to 5 at the start and 1 at the end"),
+    ("progressive.temperature={start: 1e30, end: 1, shape: linear}",
+     "progressive.temperature.start must be such that float32 holds its "
+     "square, got 1e+30; use 2 to 5 at the start and 1 at the end"),
+    ("progressive.stages.0.learning_rate=1e50",
+     "progressive.stages[0].learning_rate must be such that float32 holds it, "
+     "got 1e+50; try 1e-4"),
+    # What optax takes and computes nonsense with.
+    ("optimizer_config.b1=1.5",
+     "optimizer_config.b1 must lie in [0, 1), got 1.5; leave it out for "
+     "optax's own"),
+    ("optimizer_config.eps=-1",
+     "optimizer_config.eps must be >= 0 and finite, got -1.0; leave it out for "
+     "optax's own"),
+    # Paths that no file system takes, and prompts that no memory holds.
+    (f"data_directory=/tmp/{'a' * 300}",
+     "data_directory must be a path without NUL characters, whose every part "
+     f"has at most 255 bytes, got '/tmp/{'a' * 191}...; write another path"),
+    ("prompt_tokens=5000",
+     "prompt_tokens must lie in [1, 4096], got 5000; write 20"),
     # Names.
     ("training_config.max_step=5",
      "training_config.max_step must be a known key, got 'max_step'; did you "
@@ -163,7 +186,7 @@ _OVERRIDES = [
     ("logging=[tensorbord]",
      "logging must hold only jsonl, tensorboard, wandb, got 'tensorbord'; "
      "write e.g. [jsonl, tensorboard]"),
-    ("prompt_tokens=0", "prompt_tokens must be >= 1, got 0; write 20"),
+    ("prompt_tokens=0", "prompt_tokens must lie in [1, 4096], got 0; write 20"),
     ("targets.correlation=2",
      "targets.correlation must lie in [-1, 1], got 2.0; try 0.95"),
     ("tokenizer_config.tokenizer_type=wordpiece",

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import sys
 
+from tunix_progdistill import errors
 from tunix_progdistill import schema
 from tunix_progdistill.cli import arguments
 from tunix_progdistill.cli import logs
@@ -55,6 +56,8 @@ def _report(options) -> None:
   from tunix_progdistill import report
 
   folders = [pathlib.Path(r) for r in options.runs]
+  if options.output is not None:
+    _check_output(pathlib.Path(options.output))
   if len(folders) > 1:
     path = report.compare(folders, pathlib.Path(options.output or _COMPARISON))
   else:
@@ -62,6 +65,14 @@ def _report(options) -> None:
     if options.output is not None:
       path = pathlib.Path(shutil.copyfile(path, options.output))
   print(path)
+
+
+def _check_output(path: pathlib.Path) -> None:
+  if path.is_dir() or not path.absolute().parent.is_dir():
+    raise errors.invalid(
+        "--output", "must be a file in a folder that is there", str(path),
+        f"write e.g. {path / 'report.html' if path.is_dir() else path.name}",
+    )
 
 
 def _failed(error: Exception | str, code: int) -> int:

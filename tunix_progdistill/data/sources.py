@@ -112,9 +112,14 @@ def _files(part: str, source: str, place: Place) -> list[pathlib.Path]:
     return roots
   files: list[pathlib.Path] = []
   for root in roots:
-    if not root.is_dir():
+    if root.is_file():
       files.append(root)
       continue
+    if not root.is_dir():  # a pipe, whose reader would wait for ever
+      raise errors.invalid(
+          place.field, "must be a file or a folder", str(root),
+          "write what it gives into a file",
+      )
     files.extend(
         sorted(
             f for f in root.rglob("*")

@@ -33,23 +33,45 @@ class MetricsFile:
     self._trained = 0
 
   def rewind(self, update: int) -> None:
-    """Drops what lies beyond `update`, and a line that a kill cut short."""
-    keep = []
-    self._evaluated, self._trained = set(), 0
+    """Drops what lies beyond `update`, and mends what breaks the invariants.
+
+    Lines that are no records are dropped, doubled ones but for the first; the
+    rest is put in order. A warning says so, and which updates have no line.
+    """
+    kept: dict[Any, tuple[int, str]] = {}
+    trained, self._evaluated = set(), set()
+    doubled, previous, moved = 0, 0, False
     for line, record in self._read():
-      if record["update"] > update:
+      kind, at = record["kind"], record["update"]
+      if at > update:
         continue
-      keep.append(line)
-      if record["kind"] == "eval":
-        self._evaluated.add(record["update"])
-      elif record["kind"] == "train":
-        self._trained = record["update"]
-    if self._trained < update:
-      logging.warning(
-          "%s ends at update %d, the checkpoint is of update %d: the lines in "
-          "between are lost.", self._path, self._trained, update,
+      moved |= at < previous
+      previous = at
+      key = (kind, at) if kind in ("train", "eval") else line
+      if key in kept:
+        doubled += 1
+        continue
+      kept[key] = at, line
+      if kind == "eval":
+        self._evaluated.add(at)
+      elif kind == "train":
+        trained.add(at)
+    self._trained = update
+    missing = sorted(set(range(1, update + 1)) - trained)
+    faults = []
+    if doubled:
+      faults.append(f"{doubled} doubled lines, which are dropped")
+    if moved:
+      faults.append("lines out of order, which are sorted")
+    if missing:
+      faults.append(
+          f"no line of {len(missing)} updates, of which {missing[0]} is the "
+          f"first, though the checkpoint is of update {update}"
       )
-    files.write_text(self._path, "".join(line + "\n" for line in keep))
+    if faults:
+      logging.warning("%s has %s.", self._path, "; ".join(faults))
+    lines = [line for _, line in sorted(kept.values(), key=lambda v: v[0])]
+    files.write_text(self._path, "".join(line + "\n" for line in lines))
 
   def _read(self) -> Iterator[tuple[str, dict[str, Any]]]:
     if not self._path.is_file():
@@ -60,13 +82,11 @@ class MetricsFile:
         continue
       try:
         record = json.loads(line)
-      except json.JSONDecodeError:
+      except (ValueError, RecursionError):
         record = None
-      if not isinstance(record, dict) or not isinstance(
-          record.get("update"), int
-      ):
+      if not _is_record(record):
         logging.warning(
-            "%s: line %d is cut short and is dropped.", self._path, number
+            "%s: line %d is no record and is dropped.", self._path, number
         )
         continue
       yield line, record
@@ -97,3 +117,13 @@ class MetricsFile:
     }
     with open(self._path, "a", encoding="utf-8") as f:
       f.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def _is_record(value: Any) -> bool:
+  return (
+      isinstance(value, dict)
+      and isinstance(value.get("kind"), str)
+      and isinstance(value.get("update"), int)
+      and not isinstance(value["update"], bool)
+      and value["update"] >= 0
+  )

@@ -149,6 +149,7 @@ class EvalSums:
     values = {k: float(v) / count for k, v in sums.parts.items()}
     for who in ("student", "teacher"):
       if (ce := values.get(f"distill/{who}_cross_entropy")) is not None:
-        values[f"distill/{who}_perplexity"] = float(np.exp(ce))
+        with np.errstate(over="ignore"):
+          values[f"distill/{who}_perplexity"] = float(np.exp(ce))
     values["distill/valid_tokens"] = float(sums.count)
     return float(sums.total) / count, _metrics(values)

@@ -136,6 +136,9 @@ def check(field: str, value: Value | None) -> None:
     check_range(field, value)
 
 
+# The step computes in float32, which flushes what is smaller to 0; the soft
+# loss is multiplied by temperature^2.
+_SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 _RULES = {
     "temperature": ("must be > 0", "use 2 to 5 at the start and 1 at the end"),
     "alpha": ("must lie in [0, 1]", "use 0.5 to weigh both losses alike"),
@@ -154,3 +157,13 @@ def check_range(field: str, value) -> None:
   }[kind](value)
   if not ok:
     raise errors.invalid(field, f"{rule} and finite", value, remedy)
+  # A rate that float32 flushes to 0 is as good as 0; a temperature is not.
+  if kind == "temperature":
+    square = float(value) * float(value)
+    fits, what = _SMALLEST <= square <= _LARGEST, "its square"
+  else:
+    fits, what = float(value) <= _LARGEST, "it"
+  if not fits:
+    raise errors.invalid(
+        field, f"must be such that float32 holds {what}", value, remedy
+    )

@@ -12,13 +12,13 @@
   report.html     the page about all of it
 """
 
+from collections.abc import Iterator
 import contextlib
 import fcntl
 import importlib.metadata
 import os
 import pathlib
 import platform
-import shutil
 from typing import Any
 import uuid
 
@@ -28,15 +28,17 @@ import yaml
 
 from tunix_progdistill import errors
 from tunix_progdistill import files
+from tunix_progdistill import weights
+from tunix_progdistill.monitor import metrics_file
 from tunix_progdistill.plan import run as plan_lib
+from tunix_progdistill.run import aside as aside_lib
 
-_FORGETTING = ".forgetting"
 _RUN_ID = ".run_id"
-_ENTRIES = (
+_FILES = (
     "config.yaml", "command.txt", "versions.json", "inputs.json",
-    "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "student",
-    "report.html", _RUN_ID,
+    "metrics.jsonl", "summary.json", "report.html", _RUN_ID,
 )
+_FOLDERS = ("tensorboard", "checkpoints", "student")
 _PACKAGES = (
     "tunix-progdistill", "google-tunix", "jax", "jaxlib", "flax", "optax",
     "orbax-checkpoint", "grain", "qwix", "numpy",
@@ -65,18 +67,9 @@ class RunFolder:
 
   def __init__(self, path: str | os.PathLike[str]):
     self.path = pathlib.Path(path).expanduser().absolute()
-    half = (self / _FORGETTING).exists()
-    if self.path.is_dir() and not self._is_run() and not half:
-      found = sorted(
-          p.name for p in self.path.iterdir()
-          if p.name != ".lock" and not p.name.endswith(files.PARTIAL)
-      )
-      if found:
-        raise errors.invalid(
-            "run_directory", "must be empty or hold a run",
-            f"{self.path} with {', '.join(found[:3])}", "name another folder",
-        )
+    self._aside = aside_lib.Aside(self.path, _FILES + _FOLDERS)
     try:
+      self._check_ours()
       self.path.mkdir(parents=True, exist_ok=True)
       self._lock = open(self.path / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     except OSError as e:
@@ -93,8 +86,28 @@ class RunFolder:
           "run_directory", "must not be in use by another process",
           str(self.path), "wait for that run, or name another folder",
       ) from None
-    if half:  # a kill came between
-      self.forget()
+    self._aside.recover()
+    weights.recover_export(self.path / "student")
+
+  def _check_ours(self) -> None:
+    """Refuses a folder of something else; nothing is written before."""
+    if not self.path.is_dir():
+      return
+    if self._is_run() or self._aside.is_open:
+      wrong = [n for n in _FILES if (self / n).is_dir()]
+      wrong += [n for n in _FOLDERS if (self / n).is_file()]
+      rule = "must hold a run, with files for files and folders for folders"
+    else:
+      wrong = sorted(
+          p.name for p in self.path.iterdir()
+          if p.name != ".lock" and not p.name.endswith(files.PARTIAL)
+      )
+      rule = "must be empty or hold a run"
+    if wrong:
+      raise errors.invalid(
+          "run_directory", rule, f"{self.path} with {', '.join(wrong[:3])}",
+          "name another folder",
+      )
 
   def __enter__(self) -> "RunFolder":
     return self
@@ -103,7 +116,7 @@ class RunFolder:
     self._lock.close()
 
   def _is_run(self) -> bool:
-    return (self.path / "config.yaml").is_file()
+    return (self / "config.yaml").is_file() or (self / _RUN_ID).is_file()
 
   def __truediv__(self, name: str) -> pathlib.Path:
     return self.path / name
@@ -124,80 +137,91 @@ class RunFolder:
     """
     if self._is_inside(root):
       return
-    where = epath.Path(root)
-    found = where.exists() and any(where.iterdir())
     own = None if restart else _text(self / _RUN_ID)
-    if found and (own is None or own != _text(where / _RUN_ID)):
+    if _entries(root) and (
+        own is None or own != _text(epath.Path(root) / _RUN_ID)
+    ):
       raise errors.invalid(
           "training_config.checkpoint_root_directory",
           "must be empty or hold checkpoints of this run", root,
           "name another folder, or delete that one",
       )
 
-  def claim_root(self, root: str) -> None:
+  def _is_inside(self, root: str) -> bool:
+    return "://" not in root and pathlib.Path(root).absolute().is_relative_to(
+        self.path
+    )
+
+  @contextlib.contextmanager
+  def begin(
+      self, *, text: str, command: str, root: str, restart: bool = False
+  ) -> Iterator[None]:
+    """The time in which it is not yet known whether a run can begin.
+
+    A run that lies here is gone on with; one that never trained, or that is to
+    be forgotten, is put aside. When the block is left by an exception all is as
+    it was; else what was put aside is deleted, and config, versions and command
+    are written.
+
+    Args:
+      text: of `config.yaml`.
+      command: as it was given.
+      root: of the checkpoints.
+      restart: whether the run that lies here is to be forgotten.
+
+    Raises:
+      ValueError: the run here was made by a config that trains otherwise.
+    """
+    fresh = restart or not self._has_trained(root)
+    if fresh:
+      self._aside.take()
+    else:
+      self._check_config(text)
+    begun = False
+    try:
+      if not (self / _RUN_ID).is_file():  # first: it marks a run
+        files.write_text(self / _RUN_ID, uuid.uuid4().hex)
+      self._claim(root)
+      yield
+      files.write_text(self / "config.yaml", text)
+      files.write_json(self / "versions.json", versions())
+      files.write_text(self / "command.txt", f"{command}\n")
+      begun = True
+    finally:
+      if fresh:
+        (self._aside.drop if begun else self._aside.put_back)()
+
+  def _has_trained(self, root: str) -> bool:
+    """Whether there is anything that a run could lose."""
+    file = metrics_file.MetricsFile(self / "metrics.jsonl")
+    return bool(
+        file.records("train") or _entries(root) or _entries(self / "student")
+    )
+
+  def _claim(self, root: str) -> None:
     """Marks a checkpoint folder elsewhere as this run's own."""
     if not self._is_inside(root):
       where = epath.Path(root)
       where.mkdir(parents=True, exist_ok=True)
       (where / _RUN_ID).write_text(_text(self / _RUN_ID) or "")
 
-  def _is_inside(self, root: str) -> bool:
-    return "://" not in root and pathlib.Path(root).absolute().is_relative_to(
-        self.path
-    )
-
-  def forget(self) -> None:
-    """Deletes what a run has written here, and nothing else.
-
-    A kill in between leaves a mark, and the next process goes on with it: half
-    a run must not be taken for a whole one.
-    """
-    mark = self / _FORGETTING
-    if not self._is_run() and not mark.exists():
-      return
-    mark.touch()
-    for name in _ENTRIES:
-      entry = self.path / name
-      if entry.is_dir() and not entry.is_symlink():
-        shutil.rmtree(entry)
-      else:
-        with contextlib.suppress(FileNotFoundError):
-          entry.unlink()
-    mark.unlink()
-
-  def begin(self, *, text: str, command: str) -> None:
-    """Writes config, command and versions, unless another run lies here.
-
-    Args:
-      text: of `config.yaml`.
-      command: as it was given.
-
-    Raises:
-      ValueError: the run here was made by a config that trains otherwise.
-    """
-    if self._is_run():
-      old = self._config()
-      changed = [
-          d for d in plan_lib.differences(old, _mapping(text))
-          if not d.removeprefix("number of ").startswith(_FREE)
-      ]
-      if changed:
-        raise errors.invalid(
-            "run_directory", "must hold a run of this config, but these "
-            f"differ: {'; '.join(changed[:5])}", str(self.path),
-            "name another folder, or give --restart to forget that run",
-        )
-    files.write_text(self / "config.yaml", text)  # first: it marks a run
-    if not (self / _RUN_ID).is_file():
-      files.write_text(self / _RUN_ID, uuid.uuid4().hex)
-    files.write_json(self / "versions.json", versions())
-    files.write_text(self / "command.txt", f"{command}\n")
+  def _check_config(self, text: str) -> None:
+    changed = [
+        d for d in plan_lib.differences(self._config(), _mapping(text))
+        if not d.removeprefix("number of ").startswith(_FREE)
+    ]
+    if changed:
+      raise errors.invalid(
+          "run_directory", "must hold a run of this config, but these "
+          f"differ: {'; '.join(changed[:5])}", str(self.path),
+          "name another folder, or give --restart to forget that run",
+      )
 
   def _config(self) -> dict[str, Any]:
     try:
       text = (self / "config.yaml").read_text(encoding="utf-8")
       return _mapping(text)
-    except (ValueError, yaml.YAMLError) as e:
+    except (OSError, ValueError, yaml.YAMLError) as e:
       reason = " ".join(str(e).split())[:100]
       raise errors.invalid(
           "run_directory", "must hold a config.yaml that can be read "
@@ -225,6 +249,14 @@ class RunFolder:
           f"something else for {self.path}", "restore it, name another "
           "run_directory, or give --restart to forget that run",
       )
+
+
+def _entries(root: str | os.PathLike[str]) -> list[str]:
+  """What lies in a folder, but for the mark of whose it is."""
+  where = epath.Path(root)
+  if not where.exists():
+    return []
+  return [p.name for p in where.iterdir() if p.name != _RUN_ID]
 
 
 def _text(path: Any) -> str | None:

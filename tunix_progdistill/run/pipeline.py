@@ -71,13 +71,14 @@ def train(
   config.check()
   mesh = models_lib.make_mesh(config.model_config.mesh, "model_config")
   with folder_lib.RunFolder(config.run_directory) as folder:
-    folder.check_root(config.checkpoint_directory(), restart=restart)
-    if restart:
-      folder.forget()
-    folder.begin(text=schema.to_yaml(config), command=command)
-    folder.claim_root(config.checkpoint_directory())
+    root = config.checkpoint_directory()
+    folder.check_root(root, restart=restart)
     _use_compile_cache()
-    run = _Run(config, folder, mesh)
+    with folder.begin(
+        text=schema.to_yaml(config), command=command, root=root,
+        restart=restart,
+    ):
+      run = _Run(config, folder, mesh)
     with run.models.on_mesh():
       text = run.train()
   path = report.write(folder.path)
@@ -112,7 +113,12 @@ class _Run:
         source, self.models.tokenizer, add_eos=config.tokenizer_config.add_eos
     )
     folder.check_same("held-out data", self._data.eval.fingerprint)
+    weights.check_export(folder / "student", self.models.student)
     self._metrics = metrics_file.MetricsFile(folder / "metrics.jsonl")
+    student = self.models.student.model
+    with self.models.on_mesh():
+      self._before = self._continuations(student)
+      self._trainer = self._make_trainer()  # restores into the student
 
   def train(self) -> str:
     """Trains, and writes all that the run folder holds but the report.
@@ -120,10 +126,8 @@ class _Run:
     Returns:
       The tables to be printed.
     """
-    student = self.models.student.model
+    student, trainer = self.models.student.model, self._trainer
     size = students.num_parameters
-    before = self._continuations(student)  # the trainer restores into it
-    trainer = self._trainer()
     with summary_lib.Summary(
         self._folder / "summary.json", title=self._folder.path.name,
         plan=trainer.engine.plan, targets=self._targets(),
@@ -139,7 +143,7 @@ class _Run:
           f"{size(self.models.teacher.model):,}", f"{size(student):,}",
           100 * size(student) / size(self.models.teacher.model),
       )
-      self._record(trainer)
+      self._record()
       trainer.with_training_hooks(
           watch.Watcher(
               summary,
@@ -147,7 +151,7 @@ class _Run:
           )
       )
       trainer.train(self._data.train, _Evaluation(self._data.eval))
-      self._conclude(summary, trainer, before)
+      self._conclude(summary)
       weights.export(
           trainer.model, self._folder / "student", loaded=self.models.student
       )
@@ -163,7 +167,7 @@ class _Run:
     wanted = dataclasses.asdict(self._config.targets)
     return {f"distill/{k}": v for k, v in wanted.items() if v is not None}
 
-  def _trainer(self) -> trainer_lib.ProgressiveDistillationTrainer:
+  def _make_trainer(self) -> trainer_lib.ProgressiveDistillationTrainer:
     config, lm = self._config, causal_lm
     accumulation = config.training_config.gradient_accumulation_steps or 1
     batches = self._data.train
@@ -192,10 +196,9 @@ class _Run:
         training,
     )
 
-  def _record(
-      self, trainer: trainer_lib.ProgressiveDistillationTrainer
-  ) -> None:
+  def _record(self) -> None:
     """Sends the records to metrics.jsonl, from where the run goes on."""
+    trainer = self._trainer
     if "jsonl" not in self._config.logging:
       return
     self._metrics.rewind(trainer.train_steps)
@@ -208,15 +211,13 @@ class _Run:
       )
     trainer.with_record_sink(self._metrics.write)
 
-  def _conclude(
-      self, summary: summary_lib.Summary,
-      trainer: trainer_lib.ProgressiveDistillationTrainer, before: list[str],
-  ) -> None:
+  def _conclude(self, summary: summary_lib.Summary) -> None:
     """The models side by side: by numbers and by what they say.
 
     Raises:
       RuntimeError: there is no student worth the name.
     """
+    trainer = self._trainer
     trained = self._metrics.records("train")
     idle = [r for r in trained if not r["distill/valid_tokens"]]
     if trained and len(idle) == len(trained):
@@ -257,7 +258,7 @@ class _Run:
         **unigram.floor(teacher, log_p, _Evaluation(self._data.eval)),
     }
     said = {
-        TEACHER: self._continuations(teacher), BEFORE: before,
+        TEACHER: self._continuations(teacher), BEFORE: self._before,
         AFTER: self._continuations(student),
     }
     summary.samples = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
 import pathlib
 import time
 from typing import Any
@@ -40,20 +41,20 @@ class Summary:
     self._path = path
     self._began = time.time()
     old = files.read_object(path)
-    self._earlier_sec = old.get("wall_sec") or 0.0
-    self.updates: int = old.get("updates") or 0
+    self._earlier_sec = _number(old.get("wall_sec"))
+    self.updates = int(_number(old.get("updates")))
     self.status = "running"
     self.cause: str | None = None
     self.models: dict[str, dict[str, Any]] = {
-        m["name"]: m for m in old.get("models", [])
+        str(m["name"]): m for m in _objects(old.get("models")) if "name" in m
     }
-    self.samples: list[dict[str, Any]] = old.get("samples", [])
+    self.samples = _objects(old.get("samples"))
     self.notes: list[str] = []
     self._title = title
     self._targets = dict(targets)
     starts = plan.starts()
     ends = [*starts[1:], plan.updates]
-    measured = old.get("stages", [])
+    measured = _objects(old.get("stages"))
     self._stages: list[dict[str, Any]] = []
     for i, (stage, start, end) in enumerate(
         zip(plan.stages, starts, ends, strict=True)
@@ -128,3 +129,15 @@ class Summary:
       self.status = "failed"
       self.cause = f"{kind.__name__}: {error}".split("\n", maxsplit=1)[0]
     self.write()
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+  """The objects of a list; what else there is does not come from us."""
+  return [v for v in value if isinstance(v, dict)] if (
+      isinstance(value, list)
+  ) else []
+
+
+def _number(value: Any) -> float:
+  good = isinstance(value, (int, float)) and math.isfinite(value)
+  return value if good else 0

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 import dataclasses
 import functools
 import inspect
+import math
 from typing import Any
 
 import optax
 
 from tunix_progdistill import errors
+from tunix_progdistill.plan import schedules as schedule_lib
 from tunix_progdistill.schema import keys
 
 # They need more than gradients, or do not follow the rate of the plan.
@@ -23,6 +25,12 @@ _OWN = (
 )
 # Rates of a schedule.
 _RATES = ("value", "init_value", "peak_value", "end_value")
+# What optax's arguments may be, by name: it does not look itself.
+_DECAYS = ("b1", "b2", "b3", "decay", "momentum", "rho")
+_NOT_NEGATIVE = (
+    "clipping_threshold", "eps", "eps_root", "initial_accumulator_value",
+    "initial_scale", "min_norm", "weight_decay", "weight_decay_rate",
+)
 # Lengths of a schedule that can be made from that of the run, as in Tunix.
 _OF_THE_RUN = ("decay_steps", "warmup_steps")
 
@@ -69,10 +77,8 @@ class OptimizerConfig:
           self.schedule_type,
           keys.near(self.schedule_type, sorted(schedules())),
       )
-    if self.learning_rate is not None and self.learning_rate < 0:
-      raise errors.invalid(
-          "learning_rate", "must be >= 0", self.learning_rate, "try 1e-4"
-      )
+    if self.learning_rate is not None:
+      schedule_lib.check_range("learning_rate", self.learning_rate)
     if self.warmup_ratio is not None and not 0 <= self.warmup_ratio <= 1:
       raise errors.invalid(
           "warmup_ratio", "must lie in [0, 1]", self.warmup_ratio, "try 0.1"
@@ -82,6 +88,7 @@ class OptimizerConfig:
           "max_grad_norm", "must be > 0", self.max_grad_norm,
           "write null for no clipping",
       )
+    self._check_arguments()
     if self.schedule_type:
       given = self._given(schedules()[self.schedule_type])
       for name in _RATES:
@@ -102,6 +109,21 @@ class OptimizerConfig:
         )
     if not missing:
       self.schedule(None)
+
+  def _check_arguments(self) -> None:
+    given = self._given(optimizers()[self.opt_type.lower()])
+    for name, value in given.items():
+      if isinstance(value, bool) or not isinstance(value, (int, float)):
+        continue
+      if name in _DECAYS and not 0 <= value < 1:
+        raise errors.invalid(
+            name, "must lie in [0, 1)", value, "leave it out for optax's own"
+        )
+      if name in _NOT_NEGATIVE and not 0 <= value < math.inf:
+        raise errors.invalid(
+            name, "must be >= 0 and finite", value,
+            "leave it out for optax's own",
+        )
 
   def factory(self) -> Callable[..., optax.GradientTransformation]:
     """A function from a learning rate to the optimizer."""

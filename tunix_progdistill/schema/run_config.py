@@ -4,7 +4,9 @@ import ast
 from collections.abc import Callable
 import dataclasses
 import importlib.util
+import os
 import pathlib
+import re
 import shlex
 from typing import Any
 
@@ -22,6 +24,8 @@ from tunix_progdistill.schema import sections
 from tunix_progdistill.schema import training as training_lib
 from tunix_progdistill.weights import config as weights_config
 
+_MOST_PROMPT_TOKENS = 4096
+_MOST_BYTES_OF_A_NAME = 255  # on Linux
 LOGGING = ("jsonl", "tensorboard", "wandb")
 
 
@@ -67,7 +71,7 @@ class RunConfig:
       YAML.
     logging: where metrics go, any of jsonl, tensorboard and wandb.
     prompts: texts that teacher and student continue for the report.
-    prompt_tokens: new tokens after each prompt, >= 1.
+    prompt_tokens: new tokens after each prompt, 1 to 4096.
     targets: what a good run reaches on held-out data.
     source: where this config came from; no part of what it says.
 
@@ -111,11 +115,39 @@ class RunConfig:
             "logging", f"must hold only {', '.join(LOGGING)}", name,
             "write e.g. [jsonl, tensorboard]",
         )
-    training_lib.at_least_one("prompt_tokens", self.prompt_tokens, "20")
+    if not 1 <= self.prompt_tokens <= _MOST_PROMPT_TOKENS:
+      raise errors.invalid(
+          "prompt_tokens", f"must lie in [1, {_MOST_PROMPT_TOKENS}]",
+          self.prompt_tokens, "write 20",
+      )
+    self._check_paths()
     self._check_teacher()
     self._check_rates()
     self._check_lengths()
     self._check_axes()
+
+  def _check_paths(self) -> None:
+    """Paths that no file system takes."""
+    teacher = self.teacher()
+    for field, value in (
+        ("run_directory", self.run_directory),
+        ("data_directory", self.data_config.data_directory),
+        ("data_config.eval_directory", self.data_config.eval_directory),
+        ("model_config.model_path", self.model_config.model_path),
+        ("teacher_model_config.model_path", teacher.model_path),
+        ("tokenizer_config.tokenizer_path",
+         self.tokenizer_config.tokenizer_path),
+        ("training_config.checkpoint_root_directory",
+         self.training_config.checkpoint_root_directory),
+    ):
+      parts = re.split("[/,]", str(value or ""))
+      longest = max(len(os.fsencode(part)) for part in parts)
+      if "\0" in str(value) or longest > _MOST_BYTES_OF_A_NAME:
+        raise errors.invalid(
+            field, "must be a path without NUL characters, whose every part "
+            f"has at most {_MOST_BYTES_OF_A_NAME} bytes", f"{value}",
+            "write another path",
+        )
 
   def data(self) -> data_config_lib.DataConfig:
     """Tunix's data keys and those of data_config, in one."""

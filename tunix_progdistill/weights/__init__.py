@@ -29,7 +29,9 @@ Description = loaded_lib.Description
 Loaded = loaded_lib.Loaded
 ModelConfig = config_lib.ModelConfig
 Tokenizer = tokenizer_lib.Tokenizer
+check_export = export_lib.check_export
 export = export_lib.export
+recover_export = export_lib.recover_export
 
 _FIELD = "model_config"
 
@@ -183,8 +185,10 @@ __all__ = [
     "ModelConfig",
     "Tokenizer",
     "check",
+    "check_export",
     "describe",
     "export",
     "load",
     "load_tokenizer",
+    "recover_export",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import glob
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ from absl import logging
 from flax import nnx
 import jax
 import numpy as np
+import safetensors
 import safetensors.numpy
 import tqdm
 
@@ -56,7 +58,8 @@ def export(
       has no form in Hugging Face's files.
   """
   target = pathlib.Path(folder).expanduser().absolute()
-  _check_target(target, loaded)
+  check_export(target, loaded)
+  recover_export(target)
   family = families.of(model)
   if family.hf is None:
     raise errors.invalid(
@@ -87,7 +90,19 @@ def export(
   )
 
 
-def _check_target(target: pathlib.Path, loaded: loaded_lib.Loaded) -> None:
+def check_export(
+    folder: str | os.PathLike[str], loaded: loaded_lib.Loaded
+) -> None:
+  """Refuses a folder that `export` could not write to.
+
+  Args:
+    folder: where to; it need not be there.
+    loaded: what the model was made of.
+
+  Raises:
+    ValueError: one line; it holds something else.
+  """
+  target = pathlib.Path(folder).expanduser().absolute()
   if loaded.folder is not None and target.exists() and (
       target.resolve() == pathlib.Path(loaded.folder).resolve()
   ):
@@ -175,13 +190,31 @@ def _write_tensors(
         arrays[name] = np.ascontiguousarray(tensor.to_hf(value))
         places[name] = file
         bar.update()
-      safetensors.numpy.save_file(
-          arrays, folder / file, metadata={"format": "pt"}
-      )
+      try:
+        safetensors.numpy.save_file(
+            arrays, folder / file, metadata={"format": "pt"}
+        )
+      except safetensors.SafetensorError as e:  # a full disk, above all
+        raise OSError(f"{folder / file} cannot be written: {e}") from e
   if len(shards) > 1:
     _write_json(folder / "model.safetensors.index.json", {
         "metadata": {"total_size": sum(sizes.values())}, "weight_map": places,
     })
+
+
+def recover_export(folder: str | os.PathLike[str]) -> None:
+  """Puts right what a killed `export` into `folder` left beside it.
+
+  No other process may be exporting there.
+  """
+  target = pathlib.Path(folder)
+  for old in target.parent.glob(f".{glob.escape(target.name)}.old-*"):
+    if target.exists():
+      shutil.rmtree(old)
+    else:
+      old.rename(target)
+  for new in target.parent.glob(f".{glob.escape(target.name)}.new-*"):
+    shutil.rmtree(new)
 
 
 @contextlib.contextmanager

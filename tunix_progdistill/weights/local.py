@@ -167,6 +167,12 @@ def _inspect(
   family, hf_config = _read_config(path, field)
   stored = coverage.read(path, field)
   hf = _side(family)
+  layers = hf_config.get("num_hidden_layers")
+  if isinstance(layers, int) and layers > len(stored):
+    raise errors.invalid(
+        f"{field}: num_hidden_layers", "must be at most the number of tensors, "
+        f"{len(stored)}", layers, "mend config.json",
+    )
   with _named(field):
     config = hf.config_from_hf(hf_config, dtype)
   shapes = hf.shapes(family.model_class(), config)
