@@ -87,6 +87,106 @@ def forward_kl(
   return jnp.where(where, values.reshape(shape), 0.0)
 
 
+def reverse_kl(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    temperature: ArrayLike = 1.0,
+    where: Bool[Array, "*N"],
+) -> Float[Array, "*N"]:
+  """KL(P_student || P_teacher) per token, in nats: `forward_kl` turned round.
+
+  It asks the student to avoid what the teacher rules out, where the forward KL
+  asks it to cover what the teacher allows.
+
+  Source: Gu et al. 2023, MiniLLM, https://arxiv.org/abs/2306.08543.
+  """
+  return forward_kl(teacher, student, temperature=temperature, where=where)
+
+
+def _jsd_token(
+    student: Float[Array, " V"],
+    teacher: Float[Array, " V"],
+    temperature: ArrayLike,
+    beta: ArrayLike,
+) -> Float[Array, ""]:
+  log_p = jax.nn.log_softmax(teacher / temperature)
+  log_q = jax.nn.log_softmax(student / temperature)
+  log_m = jnp.logaddexp(jnp.log(beta) + log_p, jnp.log1p(-beta) + log_q)
+  # The mixture as the "student" of two divergences; log m is normalised, and
+  # log_softmax leaves it as it is.
+  return beta * _kl_token(log_m, log_p, 1.0) + (1.0 - beta) * _kl_token(
+      log_m, log_q, 1.0
+  )
+
+
+def jsd(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    beta: ArrayLike = 0.5,
+    temperature: ArrayLike = 1.0,
+    where: Bool[Array, "*N"],
+) -> Float[Array, "*N"]:
+  """Generalised Jensen-Shannon divergence per token, in nats.
+
+    JSD_b = b KL(P_teacher || M) + (1 - b) KL(P_student || M)
+    M = b P_teacher + (1 - b) P_student
+
+  Args:
+    student: student logits `[*N, V]`.
+    teacher: teacher logits `[*N, V]`.
+    beta: b in (0, 1); 0.5 is the symmetric one. JSD_b / b tends to the forward
+      KL as b goes to 0, JSD_b / (1 - b) to the reverse KL as b goes to 1.
+    temperature: tau > 0.
+    where: tokens that count.
+
+  Returns:
+    `[*N]` float32 in [0, log 2] for b = 0.5, 0 outside `where`.
+
+  Source: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649.
+  """
+  flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
+  values = jax.vmap(_jsd_token, in_axes=(0, 0, None, None))(
+      flat(student), flat(teacher), temperature,
+      jnp.asarray(beta, jnp.float32),
+  )
+  return jnp.where(where, values.reshape(where.shape), 0.0)
+
+
+def _mse_token(
+    student: Float[Array, " V"], teacher: Float[Array, " V"]
+) -> Float[Array, ""]:
+  masked = jnp.isneginf(student) & jnp.isneginf(teacher)
+  number = jnp.sum(~masked)
+  d = jnp.where(masked, 0.0, student) - jnp.where(masked, 0.0, teacher)
+  centred = jnp.where(masked, 0.0, d - jnp.sum(d) / number)
+  return jnp.sum(centred * centred) / number
+
+
+def mse(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    where: Bool[Array, "*N"],
+) -> Float[Array, "*N"]:
+  """Mean squared difference of the centred logits, per token.
+
+    MSE = mean_v ((s - mean s) - (t - mean t))^2
+
+  Softmax ignores a shift per token, so the logits are centred first. Entries of
+  -inf in both (a masked vocabulary) are left out.
+
+  Returns:
+    `[*N]` float32, >= 0, 0 outside `where`.
+
+  Source: Ba and Caruana 2014, https://arxiv.org/abs/1312.6184.
+  """
+  flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
+  values = jax.vmap(_mse_token)(flat(student), flat(teacher))
+  return jnp.where(where, values.reshape(where.shape), 0.0)
+
+
 def topk_forward_kl(
     student: Float[Array, "*N V"],
     teacher: Float[Array, "*N V"],
