@@ -19,6 +19,7 @@ from tests import toys
 import tunix_progdistill as tpd
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.kernels import reference
+from tunix_progdistill.kernels import topk
 from tunix_progdistill.objectives import terms
 
 # Token 0 is the pair F1, token 1 is F2 (the same logits, roles swapped).
@@ -119,7 +120,7 @@ def by_kernel(kwargs, student, teacher, inputs) -> Answer:
   def loss(rows):
     s = rows[tokens]
     if top_k:
-      kl = reference.topk_forward_kl(
+      kl = topk.renormalised_kl(
           s, t, k=top_k, temperature=tau, where=where
       )
     else:

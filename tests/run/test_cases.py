@@ -261,6 +261,9 @@ def test_a_run_that_diverged_is_a_failure(
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["status"] == "failed"
   assert line in summary["cause"]
+  page = (tmp_path / "run" / "report.html").read_text()
+  assert "The run failed after update" in page
+  assert "The last one was not finite." in page
 
 
 def test_a_run_that_never_moved_is_a_failure(tmp_path, teacher, capsys):

@@ -605,3 +605,39 @@ def test_pathlib_is_where_the_folder_says(tmp_path, straight):
   said = (straight / "run" / "command.txt").read_text()
   assert said.startswith("tunix-progdistill train ")
   assert pathlib.Path(said.split()[2]).name == "run.yaml"
+
+
+def test_a_stop_by_the_user_says_where_the_run_goes_on(
+    tmp_path, straight, capsys, monkeypatch
+):
+  from tunix_progdistill.run import watch
+
+  path = command.world(tmp_path, straight)
+  real = watch.Watcher.on_train_step_start
+
+  def interrupted(self, train_ctx):
+    if train_ctx.train_steps == 7:
+      raise KeyboardInterrupt
+    real(self, train_ctx)
+
+  monkeypatch.setattr(watch.Watcher, "on_train_step_start", interrupted)
+  assert main_lib.main(["train", str(path)]) == 130
+  run = tmp_path / "run"
+  said = capsys.readouterr().err.strip().splitlines()[-1]
+  assert "stopped at update 7; the same command goes on from update 6" in said
+  summary = json.loads((run / "summary.json").read_text())
+  assert (summary["status"], summary["updates"]) == ("stopped", 7)
+  assert "was stopped after update 7" in (run / "report.html").read_text()
+  monkeypatch.undo()
+  assert main_lib.main(["train", str(path)]) == 0
+  _same_run(tmp_path, straight)
+
+
+def test_max_steps_beyond_the_plan_lengthen_its_last_stage(tmp_path, straight):
+  path = command.world(tmp_path, straight)
+  assert main_lib.main([
+      "train", str(path), "training_config.max_steps=14", "prompts=[]",
+      "num_train_epochs=3", 'progressive.temperature=2.0',
+  ]) == 0
+  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  assert summary["stages"][-1]["end_update"] == summary["updates"] == 14

@@ -151,7 +151,7 @@ _OVERRIDES = [
      "progressive.alpha.start and progressive.alpha.end must both be > 0 for "
      "shape 'exponential', got (1.0, 0.0); use shape 'linear' to reach 0"),
     ("progressive.alpha=1.5",
-     "progressive.alpha must lie in [0, 1] and finite, got 1.5; use 0.5 to "
+     "progressive.alpha must lie in [0, 1], got 1.5; use 0.5 to "
      "weigh both losses alike"),
     ("progressive.updates_per_epoch=0",
      "progressive.updates_per_epoch must be a whole number >= 1, or data with "

@@ -39,5 +39,7 @@ def configure() -> None:
   logger.handlers = [handler]
   logger.propagate = False
   logging.set_verbosity(logging.INFO)
+  # What is not finite is said once, by us, and is no event of TensorBoard's.
+  standard.getLogger("tensorboardX.x2num").setLevel(standard.ERROR)
   # Deprecations inside other packages are not the user's to mend.
   warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _failed(e, 2)
   except (RuntimeError, OSError) as e:
     return _failed(e, 1)
-  except KeyboardInterrupt:
-    return _failed("stopped; the same command goes on from here", 130)
+  except KeyboardInterrupt as e:
+    return _failed(str(e) or "stopped", 130)
   return 0
 
 

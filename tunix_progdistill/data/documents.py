@@ -305,7 +305,8 @@ def split(
 
   A document is held out if the first 8 bytes of its digest, as a number in
   [0, 1), are below `fraction`: the same content cannot be on both sides, and a
-  document keeps its side when others come or go.
+  document keeps its side when others come or go. Where few documents leave a
+  side empty, the one with the least or greatest number goes there.
 
   Args:
     documents: each content once.
@@ -316,13 +317,19 @@ def split(
     `train` in the given order, `held_out` by hash.
 
   Raises:
-    ValueError: one side is empty.
+    ValueError: there are not two documents.
   """
   train: list[Document] = []
   held_out: list[Document] = []
   for document in documents:
     place = int.from_bytes(document.digest[:8], "big") / 2.0**64
     (held_out if place < fraction else train).append(document)
+  if not held_out and len(train) > 1:
+    held_out.append(min(train, key=lambda d: d.digest))
+    train.remove(held_out[0])
+  elif not train and len(held_out) > 1:
+    train.append(max(held_out, key=lambda d: d.digest))
+    held_out.remove(train[0])
   if not train or not held_out:
     raise errors.invalid(
         config_lib.name("eval_fraction", section),

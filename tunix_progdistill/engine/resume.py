@@ -127,7 +127,8 @@ class RunCheckpoints(checkpoints.CheckpointManager):
       raise ValueError(
           "the plan must be the one that the checkpoints were written by, "
           f"but these differ: {'; '.join(changed[:5])}; restore the old "
-          "values, or name an empty checkpoint_root_directory"
+          "values (a schedule of the run without updates of its own follows "
+          "max_steps), or name an empty checkpoint_root_directory"
       )
     self._engine.run_state = state_lib.RunState.from_json(saved)
     self._position.from_json(saved.get("data"))

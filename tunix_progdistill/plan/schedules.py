@@ -140,9 +140,11 @@ def check(field: str, value: Value | None) -> None:
 # loss is multiplied by temperature^2.
 _SMALLEST, _LARGEST = 1.2e-38, 3.4e38
 _RULES = {
-    "temperature": ("must be > 0", "use 2 to 5 at the start and 1 at the end"),
+    "temperature": (
+        "must be > 0 and finite", "use 2 to 5 at the start and 1 at the end"
+    ),
     "alpha": ("must lie in [0, 1]", "use 0.5 to weigh both losses alike"),
-    "learning_rate": ("must be >= 0", "try 1e-4"),
+    "learning_rate": ("must be >= 0 and finite", "try 1e-4"),
 }
 
 
@@ -156,7 +158,7 @@ def check_range(field: str, value) -> None:
       "learning_rate": lambda v: v >= 0,
   }[kind](value)
   if not ok:
-    raise errors.invalid(field, f"{rule} and finite", value, remedy)
+    raise errors.invalid(field, rule, value, remedy)
   # A rate that float32 flushes to 0 is as good as 0; a temperature is not.
   if kind == "temperature":
     square = float(value) * float(value)

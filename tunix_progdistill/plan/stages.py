@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
+import re
 from typing import Any
 
 from tunix_progdistill import errors
@@ -73,6 +74,14 @@ class Stage:
             field, "must hold at least one regex", rules,
             "write e.g. ('layers/[45]', 'final_norm')",
         )
+      for rule in rules:
+        try:
+          re.compile(rule)
+        except re.error as e:
+          raise errors.invalid(
+              field, f"must hold valid regexes ({e})", rule,
+              "mend the pattern",
+          ) from None
     given = [f for f in _SELECTORS if getattr(self, f) is not None]
     if len(given) > 1:
       raise errors.invalid(

@@ -40,7 +40,7 @@ class Series:
 
   @property
   def finite(self) -> np.ndarray:
-    """The values that are formats."""
+    """The values that are finite."""
     return self.values[np.isfinite(self.values)]
 
 
@@ -118,7 +118,7 @@ class Run:
   Attributes:
     folder: where it was read.
     title: from summary.json, else the folder's name.
-    status: running, finished or failed; None without summary.json.
+    status: running, stopped, finished or failed; None without summary.json.
     cause: why it failed.
     updates: done so far.
     wall_sec: from start to end.

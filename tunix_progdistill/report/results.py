@@ -61,6 +61,21 @@ def models(run: read.Run) -> list[read.Model]:
   ]
 
 
+def _seen(run: read.Run, done: str) -> str:
+  """What the evaluations say of a run that did not come to its end."""
+  series = run.evaluations.get("distill/kl_div_tau1")
+  if series is None or not series.finite.size:
+    return f"No held-out KL yet, after {done}."
+  at = series.updates[np.isfinite(series.values)][-1]
+  words = (
+      f"Held-out KL was {formats.fixed(series.finite[-1])} nats at update "
+      f"{int(at):,}, after {done} in all."
+  )
+  if not np.isfinite(series.values[-1]):
+    words += " The last one was not finite."
+  return words
+
+
 def sentence(run: read.Run) -> str:
   """The result in one or two sentences."""
   done = f"{run.updates:,} update{'' if run.updates == 1 else 's'}"
@@ -68,7 +83,7 @@ def sentence(run: read.Run) -> str:
   first = None if start is None else start.kl_div_tau1
   last = None if end is None else end.kl_div_tau1
   if last is None and first is None:
-    return f"No held-out KL yet, after {done}."
+    return _seen(run, done)
   if last is None:
     return (
         f"Held-out KL was {formats.fixed(first)} nats at the first evaluation;"

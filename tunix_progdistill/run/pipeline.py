@@ -67,6 +67,7 @@ def train(
     ValueError: the config cannot work; nothing was loaded or written then.
     ModuleNotFoundError: a package that the config asks for is not installed.
     RuntimeError: the run ended before its time.
+    KeyboardInterrupt: it was stopped; its text says where it goes on.
   """
   config.check()
   mesh = models_lib.make_mesh(config.model_config.mesh, "model_config")
@@ -79,8 +80,15 @@ def train(
         restart=restart,
     ):
       run = _Run(config, folder, mesh)
-    with run.models.on_mesh():
-      text = run.train()
+    try:
+      with run.models.on_mesh():
+        text = run.train()
+    except KeyboardInterrupt:
+      report.write(folder.path)
+      raise KeyboardInterrupt(run.stopped()) from None
+    except RuntimeError:
+      report.write(folder.path)
+      raise
   path = report.write(folder.path)
   print(f"\n{text}\n\nstudent  {folder / 'student'}\nreport   {path}")
   return folder.path
@@ -150,12 +158,24 @@ class _Run:
               trainer.config.get_with_default("gradient_accumulation_steps", 1),
           )
       )
-      trainer.train(self._data.train, _Evaluation(self._data.eval))
+      try:
+        trainer.train(self._data.train, _Evaluation(self._data.eval))
+      finally:
+        summary.updates = trainer.train_steps
       self._conclude(summary)
       weights.export(
           trainer.model, self._folder / "student", loaded=self.models.student
       )
     return tables.text(summary, self._metrics.records("eval"))
+
+  def stopped(self) -> str:
+    """What a user who stops the run must know."""
+    manager = self._trainer.checkpoint_manager
+    newest = manager.latest_step() if manager else None
+    return (
+        f"stopped at update {self._trainer.train_steps}; the same command "
+        f"goes on from update {newest or 0}, the newest checkpoint"
+    )
 
   def _continuations(self, model: Any) -> list[str]:
     return samples.continuations(
@@ -241,6 +261,7 @@ class _Run:
       last = evaluated[-1]
     else:
       last = trainer.evaluate(_Evaluation(self._data.eval))
+      watch.log_evaluation(trainer.train_steps, trainer.config.max_steps, last)
       if "jsonl" in self._config.logging:
         self._metrics.write("eval", trainer.train_steps, last)
       watch.check_finite(last["distill/kl_div_tau1"], trainer.train_steps)

@@ -105,6 +105,8 @@ class Summary:
 
   def write(self) -> None:
     """Writes the file, whole or not at all."""
+    last = self._stages[-1]  # max_steps may take it beyond its plan
+    last["end_update"] = max(last["end_update"] or 0, self.updates)
     files.write_json(self._path, {
         "status": self.status,
         "cause": self.cause,
@@ -125,6 +127,8 @@ class Summary:
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
     if kind is None:
       self.status = "finished"
+    elif kind is KeyboardInterrupt:
+      self.status = "stopped"
     else:
       self.status = "failed"
       self.cause = f"{kind.__name__}: {error}".split("\n", maxsplit=1)[0]

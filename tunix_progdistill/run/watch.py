@@ -1,5 +1,6 @@
 """Watches a run: what each stage costs, and a line now and then."""
 
+from collections.abc import Mapping
 import dataclasses
 import math
 import statistics
@@ -12,6 +13,9 @@ from tunix.sft import hooks
 from tunix_progdistill.run import summary as summary_lib
 
 _SECONDS_BETWEEN_LINES = 60.0
+_SAID = (
+    "distill/kl_div_tau1", "distill/correlation", "distill/top1_agreement"
+)
 
 
 class Watcher(hooks.TrainingHooks):
@@ -94,11 +98,9 @@ class Watcher(hooks.TrainingHooks):
             train_ctx.metrics_prefix, name, "eval"
         )[-1]
     )
-    logging.info(
-        "Update %d of %s: held-out KL %.3f nats, correlation %.3f, top-1 "
-        "agreement %.3f.", train_ctx.train_steps, train_ctx.config.max_steps,
-        value("distill/kl_div_tau1"), value("distill/correlation"),
-        value("distill/top1_agreement"),
+    log_evaluation(
+        train_ctx.train_steps, train_ctx.config.max_steps,
+        {name: value(name) for name in _SAID},
     )
     self._summary.updates = train_ctx.train_steps
     self._summary.write()
@@ -111,6 +113,16 @@ class Watcher(hooks.TrainingHooks):
       self._lap(train_ctx)
     self._summary.updates = train_ctx.train_steps
     self._summary.write()
+
+
+def log_evaluation(
+    update: int, end: int | None, values: Mapping[str, float]
+) -> None:
+  """One line about an evaluation."""
+  logging.info(
+      "Update %d of %s: held-out KL %.3f nats, correlation %.3f, top-1 "
+      "agreement %.3f.", update, end, *(values[name] for name in _SAID),
+  )
 
 
 def check_finite(kl: float, update: int) -> None:

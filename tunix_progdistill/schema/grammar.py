@@ -335,6 +335,6 @@ def _report(config: run_config.RunConfig) -> None:
         "Not read by distillation: %s.", ", ".join(config.source.not_read)
     )
   if unused := config.unused():
-    logging.info(
+    logging.warning(
         "Given, but not used by what was chosen: %s.", ", ".join(unused)
     )

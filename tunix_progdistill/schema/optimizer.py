@@ -66,10 +66,12 @@ class OptimizerConfig:
   arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    if self.opt_type.lower() not in optimizers():
+    asked = self.opt_type
+    object.__setattr__(self, "opt_type", asked.lower())
+    if self.opt_type not in optimizers():
       raise errors.invalid(
-          "opt_type", "must be the name of an optax optimizer", self.opt_type,
-          keys.near(self.opt_type.lower(), sorted(optimizers())),
+          "opt_type", "must be the name of an optax optimizer", asked,
+          keys.near(self.opt_type, sorted(optimizers())),
       )
     if self.schedule_type and self.schedule_type not in schedules():
       raise errors.invalid(
@@ -111,7 +113,7 @@ class OptimizerConfig:
       self.schedule(None)
 
   def _check_arguments(self) -> None:
-    given = self._given(optimizers()[self.opt_type.lower()])
+    given = self._given(optimizers()[self.opt_type])
     for name, value in given.items():
       if isinstance(value, bool) or not isinstance(value, (int, float)):
         continue
@@ -127,7 +129,7 @@ class OptimizerConfig:
 
   def factory(self) -> Callable[..., optax.GradientTransformation]:
     """A function from a learning rate to the optimizer."""
-    make = optimizers()[self.opt_type.lower()]
+    make = optimizers()[self.opt_type]
     given = self._given(make)
 
     def factory(learning_rate):
@@ -170,7 +172,7 @@ class OptimizerConfig:
 
   def unused(self, *, rates_in_stages: bool) -> list[str]:
     """The keys that are given and that nothing of the choice made reads."""
-    used = set(_parameters(optimizers()[self.opt_type.lower()]))
+    used = set(_parameters(optimizers()[self.opt_type]))
     if self.schedule_type:
       used |= set(_parameters(schedules()[self.schedule_type]))
     found = [name for name in self.arguments if name not in used]

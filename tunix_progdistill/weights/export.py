@@ -85,8 +85,8 @@ def export(
         coverage.read(new, "export"), family.hf, config, values, "export"
     )
   logging.info(
-      "exported %s with %d layers as %s to %s", family.name, config.num_layers,
-      dtype, target,
+      "exported %s as %s to %s, layers: %d", family.name, dtype, target,
+      config.num_layers,
   )
 
 
