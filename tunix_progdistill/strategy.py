@@ -154,6 +154,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       scalars: terms.StepScalars,
       weight: jax.Array,
       kl_div_tau1: bool = False,
+      mean: bool = False,
   ) -> terms.LossTerms:
     """The loss of one micro-batch as sums; see `objectives.logits`."""
     student = self.get_student_outputs(model, inputs)
@@ -167,6 +168,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         alpha=scalars.alpha,
         top_k=self.distill_top_k,
         kl_div_tau1=kl_div_tau1,
+        mean=mean,
     )
 
   def eval_terms(
@@ -227,8 +229,9 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
             learning_rate=np.float32(0.0),
         ),
         jnp.float32(1.0),
+        mean=True,
     )
-    return _means(out)
+    return out.total, dict(out.parts)
 
   def get_eval_loss(
       self, student_model: nnx.Module, inputs: dict[str, jax.Array]
@@ -264,8 +267,9 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         temperature=jnp.float32(temperature),
         alpha=jnp.float32(alpha),
         top_k=self.distill_top_k,
+        mean=True,
     )
-    return _means(out)
+    return out.total, dict(out.parts)
 
   def compute_eval_loss(
       self, student_output: jax.Array, labels: jax.Array
@@ -275,7 +279,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     return self._task_loss(student_output, labels, where), {}
 
   def _task_loss(self, student, labels, where) -> jax.Array:
-    values = logit_objective.reference.cross_entropy(
+    values = logit_objective.chunked.cross_entropy(
         student, labels, where=where
     )
     return reduce.mean(reduce.masked_sum(values, where), reduce.count(where))
@@ -309,9 +313,3 @@ class LogitObjective:
   ) -> terms.LossTerms:
     """See `ProgressiveLogitStrategy.eval_terms`."""
     return self.strategy.eval_terms(model, teacher_output, inputs)
-
-
-def _means(out: terms.LossTerms) -> tuple[jax.Array, dict[str, jax.Array]]:
-  return reduce.mean(out.total, out.count), {
-      name: reduce.mean(part, out.count) for name, part in out.parts.items()
-  }

@@ -159,7 +159,7 @@ def distillation(
   ...     s, t, jnp.array([2]), temperature=1.0, alpha=0.5,
   ...     weights=jnp.array([True]))
   >>> f"{total:.4f} {values['kl'][0]:.4f} {values['ce'][0]:.4f}"
-  '0.6109 0.1231 1.0986'
+  '0.6109 0.1233 1.0986'
   """
   total, values = _distillation(
       (kl_div_tau1, block_tokens), student, teacher, labels,
@@ -202,8 +202,9 @@ def _distillation(options, student, teacher, labels, weights, tau, alpha):
   return total, values
 
 
-def _distill(options, with_gradient, student, teacher, labels, weights, tau,
-             alpha):
+def _distill(
+    options, with_gradient, student, teacher, labels, weights, tau, alpha
+):
   """Total, values and (where asked for) the gradient."""
   kl_div_tau1, block_tokens = options
 
@@ -215,7 +216,7 @@ def _distill(options, with_gradient, student, teacher, labels, weights, tau,
         kl_div_tau1=kl_div_tau1,
     )
     values = {"kl": out.kl, "ce": out.ce}
-    if kl_div_tau1:
+    if out.kl_div_tau1 is not None:
       values["kl_div_tau1"] = out.kl_div_tau1
     values = {k: jnp.where(on, v, 0.0) for k, v in values.items()}
     if not with_gradient:
@@ -226,13 +227,7 @@ def _distill(options, with_gradient, student, teacher, labels, weights, tau,
   values, gradient = by_blocks(
       step, student.shape, (student, teacher, labels, weights), block_tokens
   )
-  # A term of weight 0 must not be able to hurt: 0 * inf is NaN.
-  weigh = lambda a, x: jnp.where(a > 0, a * jnp.sum(
-      jnp.where(weights != 0, weights * x, 0.0)
-  ), 0.0)
-  total = weigh(alpha, tau**2 * values["kl"]) + weigh(
-      1.0 - alpha, values["ce"]
-  )
+  total = closed_form.weighted_total(values, weights, tau, alpha)
   return total, values, gradient
 
 
@@ -244,7 +239,7 @@ def _distillation_fwd(options, student, *rest):
 def _distillation_bwd(options, gradient, cotangents):
   del options
   scale, _ = cotangents
-  return (_scaled(gradient, scale), *[None] * 5)
+  return (closed_form.scaled(gradient, scale), *[None] * 5)
 
 
 _distillation.defvjp(_distillation_fwd, _distillation_bwd)
@@ -260,7 +255,9 @@ def _values(options, student, other, where, scalars):
   return _values_and_gradient(options, False, student, other, where, scalars)[0]
 
 
-def _values_and_gradient(options, with_gradient, student, other, where, scalars):
+def _values_and_gradient(
+    options, with_gradient, student, other, where, scalars
+):
   rule, block_tokens = options
 
   def step(s, o, on):
@@ -284,15 +281,10 @@ def _values_fwd(options, student, other, where, scalars):
 
 def _values_bwd(options, gradient, cotangent):
   del options
-  return _scaled(gradient, cotangent[..., None]), None, None, None
+  return closed_form.scaled(gradient, cotangent[..., None]), None, None, None
 
 
 _values.defvjp(_values_fwd, _values_bwd)
-
-
-def _scaled(gradient: Array, scale: Array) -> Array:
-  scaled = gradient.astype(jnp.float32) * scale
-  return scaled.astype(gradient.dtype)
 
 
 def _blank(block: Array, on: Array) -> Array:
@@ -335,7 +327,7 @@ def by_blocks(
   wanted = block_tokens or tokens_per_block(vocabulary)
   size = max(1, wanted // rows)
   flat = [
-      _Bits.of(x.reshape((rows, length, *x.shape[len(lead):]))) for x in arrays
+      Bits.of(x.reshape((rows, length, *x.shape[len(lead):]))) for x in arrays
   ]
   whole = lambda x: x.reshape(*lead, *x.shape[2:])
   if size >= length:
@@ -347,7 +339,7 @@ def by_blocks(
         x.widened(lax.dynamic_slice_in_dim(x.bits, start, size, axis=1))
         for x in flat
     ]
-    return jax.tree.map(_Bits.of, step(*parts), is_leaf=lambda x: x is None)
+    return jax.tree.map(Bits.of, step(*parts), is_leaf=lambda x: x is None)
 
   kinds = jax.eval_shape(block, 0)
   empty = jax.tree.map(
@@ -364,7 +356,7 @@ def by_blocks(
   out = lax.fori_loop(0, -(-length // size), body, empty)
   return jax.tree.map(
       lambda x: whole(x.widened(x.bits)), out,
-      is_leaf=lambda x: isinstance(x, _Bits),
+      is_leaf=lambda x: isinstance(x, Bits),
   )
 
 
@@ -372,7 +364,7 @@ def by_blocks(
     jax.tree_util.register_dataclass, data_fields=["bits"],
     meta_fields=["is_bfloat16"],
 )
-class _Bits:
+class Bits:
   """An array that a loop carries; bfloat16 as uint16.
 
   XLA on a CPU widens bfloat16 in a loop to float32, whole arrays of it.

@@ -16,6 +16,7 @@ A divergence is a sum of terms y (e^x - 1 - x), none of which can be negative:
 rounding cannot take it below zero, and equal logits give exactly zero.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,8 @@ ValueAndGrad = tuple[Values, Block]
 
 # Below this |x| the direct form e^x - 1 - x loses its digits.
 _NEAR = 0.1
+# A power of two of strips, of so many columns at least.
+_STRIPS, _NARROWEST = 64, 8
 
 
 class Distribution(NamedTuple):
@@ -47,10 +50,38 @@ def softmax(logits: Block, rate: ArrayLike = 1.0) -> Distribution:
     logits: the block.
     rate: 1 / temperature, > 0.
   """
-  shifted = (logits - jnp.max(logits, axis=-1, keepdims=True)) * rate
+  top = _by_strips(logits, jnp.maximum, jnp.max)
+  shifted = (logits - top) * rate
   e = jnp.exp(shifted)
-  z = jnp.sum(e, axis=-1, keepdims=True)
-  return Distribution(e / z, shifted - jnp.log(z))
+  z = _by_strips(e, jnp.add, jnp.sum)
+  return Distribution(e * (1.0 / z), shifted - jnp.log(z))
+
+
+def _by_strips(
+    x: Block,
+    combine: Callable[[Array, Array], Array],
+    reduce: Callable[..., Array],
+) -> Float[Array, "*n 1"]:
+  """Reduces over V: strips of the row with each other, then what is left.
+
+  XLA on a CPU combines strips many entries at a time, and adds up a row one by
+  one. Elsewhere a row is reduced as it is.
+  """
+  width = x.shape[-1] // _STRIPS
+  if width < _NARROWEST or jax.default_backend() != "cpu":
+    return reduce(x, axis=-1, keepdims=True)
+  strips = [x[..., i * width : (i + 1) * width] for i in range(_STRIPS)]
+  while len(strips) > 1:
+    strips = [
+        combine(a, b) for a, b in zip(strips[::2], strips[1::2], strict=True)
+    ]
+  rest = x[..., _STRIPS * width :]
+  if rest.shape[-1]:
+    return combine(
+        reduce(strips[0], axis=-1, keepdims=True),
+        reduce(rest, axis=-1, keepdims=True),
+    )
+  return reduce(strips[0], axis=-1, keepdims=True)
 
 
 def _bregman(weight: Block, x: Block, exp_x_weight: Block) -> Block:
@@ -67,10 +98,15 @@ def _bregman(weight: Block, x: Block, exp_x_weight: Block) -> Block:
   return jnp.where(near, weight * series, direct)
 
 
-def _kl(a: Distribution, b: Distribution) -> Values:
-  """KL(a || b) = sum over a > 0 of a (e^d - 1 - d), plus b where a = 0."""
-  terms = _bregman(a.p, b.log_p - a.log_p, b.p)
-  return jnp.sum(jnp.where(a.p != 0, terms, b.p), axis=-1)
+def kl(a: Distribution, b: Distribution) -> Values:
+  """KL(a || b)."""
+  return _divergence(a.p, b.log_p - a.log_p, b.p)
+
+
+def _divergence(a: Block, d: Block, b: Block) -> Values:
+  """sum over a > 0 of a (e^d - 1 - d), plus b where a = 0; d is log(b / a)."""
+  terms = jnp.where(a != 0, _bregman(a, d, b), b)
+  return _by_strips(terms, jnp.add, jnp.sum)[..., 0]
 
 
 def forward_kl(
@@ -79,7 +115,7 @@ def forward_kl(
   """KL(p || q)."""
   rate = 1.0 / jnp.asarray(temperature, jnp.float32)
   q, p = softmax(student, rate), softmax(teacher, rate)
-  return _kl(p, q), rate * (q.p - p.p)
+  return kl(p, q), rate * (q.p - p.p)
 
 
 def reverse_kl(
@@ -88,7 +124,7 @@ def reverse_kl(
   """KL(q || p)."""
   rate = 1.0 / jnp.asarray(temperature, jnp.float32)
   q, p = softmax(student, rate), softmax(teacher, rate)
-  value = _kl(q, p)
+  value = kl(q, p)
   return value, rate * _along(q.p, q.log_p - p.log_p)
 
 
@@ -97,14 +133,17 @@ def jsd(
     beta: ArrayLike = 0.5,
 ) -> ValueAndGrad:
   """JSD_beta(p, q), 0 < beta < 1."""
+  beta = jnp.asarray(beta, jnp.float32)
   rate = 1.0 / jnp.asarray(temperature, jnp.float32)
   q, p = softmax(student, rate), softmax(teacher, rate)
-  m = Distribution(
-      beta * p.p + (1.0 - beta) * q.p,
-      jnp.logaddexp(jnp.log(beta) + p.log_p, jnp.log1p(-beta) + q.log_p),
-  )
-  value = beta * _kl(p, m) + (1.0 - beta) * _kl(q, m)
-  return value, rate * (1.0 - beta) * _along(q.p, q.log_p - m.log_p)
+  u = q.log_p - p.log_p
+  m = beta * p.p + (1.0 - beta) * q.p
+  # log(m / p) and log(m / q), which are exactly 0 where p = q.
+  m_p = jnp.log1p((1.0 - beta) * jnp.expm1(u))
+  m_q = jnp.log1p(beta * jnp.expm1(-u))
+  value = beta * _divergence(p.p, m_p, m)
+  value += (1.0 - beta) * _divergence(q.p, m_q, m)
+  return value, rate * (1.0 - beta) * _along(q.p, -m_q)
 
 
 def _along(q: Block, u: Block) -> Block:
@@ -172,10 +211,32 @@ def distillation(
   A term of weight 0 has gradient 0, whatever its value.
   """
   temperature = jnp.asarray(temperature, jnp.float32)
-  alpha = jnp.asarray(alpha, jnp.float32)
-  kl, d_kl = forward_kl(student, teacher, temperature)
+  value, d_kl = forward_kl(student, teacher, temperature)
   ce, d_ce = cross_entropy(student, labels)
   at_one = forward_kl(student, teacher)[0] if kl_div_tau1 else None
-  gradient = jnp.where(alpha > 0, alpha * temperature**2 * d_kl, 0.0)
-  gradient += jnp.where(alpha < 1, (1.0 - alpha) * d_ce, 0.0)
-  return Distillation(kl, ce, at_one, gradient)
+  return Distillation(
+      value, ce, at_one, mix(temperature**2 * d_kl, d_ce, alpha)
+  )
+
+
+def mix(soft: Array, hard: Array, alpha: ArrayLike) -> Array:
+  """alpha soft + (1 - alpha) hard; a term of weight 0 may be infinite."""
+  alpha = jnp.asarray(alpha)
+  return jnp.where(alpha > 0, alpha * soft, 0.0) + jnp.where(
+      alpha < 1, (1.0 - alpha) * hard, 0.0
+  )
+
+
+def weighted_total(
+    values: dict[str, Values], weights: Values, temperature: ArrayLike,
+    alpha: ArrayLike,
+) -> Float[Array, ""]:
+  """sum_n w_n (alpha tau^2 kl_n + (1 - alpha) ce_n) over the weights not 0."""
+  weighted = lambda x: jnp.sum(jnp.where(weights != 0, weights * x, 0.0))
+  soft = jnp.asarray(temperature) ** 2 * values["kl"]
+  return mix(weighted(soft), weighted(values["ce"]), alpha)
+
+
+def scaled(gradient: Array, scale: Array) -> Array:
+  """A gradient times a cotangent, in float32, in its own dtype again."""
+  return (gradient.astype(jnp.float32) * scale).astype(gradient.dtype)

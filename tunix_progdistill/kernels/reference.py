@@ -31,8 +31,16 @@ def _kl_token(
        + sum_v q                 over p = 0.
   So rounding cannot take it below zero, and equal logits give exactly zero.
   """
-  log_p = jax.nn.log_softmax(teacher / temperature)
-  log_q = jax.nn.log_softmax(student / temperature)
+  return _divergence(
+      jax.nn.log_softmax(teacher / temperature),
+      jax.nn.log_softmax(student / temperature),
+  )
+
+
+def _divergence(
+    log_p: Float[Array, " V"], log_q: Float[Array, " V"]
+) -> Float[Array, ""]:
+  """KL(p || q) of two distributions, given by their logarithms."""
   p, q = jnp.exp(log_p), jnp.exp(log_q)
   supported = p != 0  # NaN counts: a broken teacher must show
   # Both where's: the branch that is not taken must not hold inf - inf.
@@ -108,15 +116,15 @@ def _jsd_token(
     student: Float[Array, " V"],
     teacher: Float[Array, " V"],
     temperature: ArrayLike,
-    beta: ArrayLike,
+    beta: Float[Array, ""],
 ) -> Float[Array, ""]:
   log_p = jax.nn.log_softmax(teacher / temperature)
   log_q = jax.nn.log_softmax(student / temperature)
   log_m = jnp.logaddexp(jnp.log(beta) + log_p, jnp.log1p(-beta) + log_q)
-  # The mixture as the "student" of two divergences; log m is normalised, and
-  # log_softmax leaves it as it is.
-  return beta * _kl_token(log_m, log_p, 1.0) + (1.0 - beta) * _kl_token(
-      log_m, log_q, 1.0
+  # Of equal distributions the mixture is one of them, bit for bit.
+  log_m = jnp.where(log_p == log_q, log_p, log_m)
+  return beta * _divergence(log_p, log_m) + (1.0 - beta) * _divergence(
+      log_q, log_m
   )
 
 
@@ -185,27 +193,6 @@ def mse(
   flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
   values = jax.vmap(_mse_token)(flat(student), flat(teacher))
   return jnp.where(where, values.reshape(where.shape), 0.0)
-
-
-def topk_forward_kl(
-    student: Float[Array, "*N V"],
-    teacher: Float[Array, "*N V"],
-    *,
-    k: int,
-    temperature: ArrayLike = 1.0,
-    where: Bool[Array, "*N"],
-) -> Float[Array, "*N"]:
-  """`forward_kl` over the teacher's k largest entries, both renormalised.
-
-  This is Tunix's `distill_top_k`: a divergence between the two truncated
-  distributions, not a bound on the full one.
-  """
-  # Before top_k, for NaN in a masked row would order arbitrarily.
-  teacher = reduce.blank(teacher, where)
-  student = reduce.blank(student, where)
-  teacher_k, index = jax.lax.top_k(teacher, k)
-  student_k = jnp.take_along_axis(student, index, axis=-1)
-  return forward_kl(student_k, teacher_k, temperature=temperature, where=where)
 
 
 def cross_entropy(

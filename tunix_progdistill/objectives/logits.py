@@ -16,9 +16,11 @@ from jaxtyping import Bool
 from jaxtyping import Float
 from jaxtyping import Int
 
+from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.kernels import reference
 from tunix_progdistill.kernels import similarity
+from tunix_progdistill.kernels import topk
 from tunix_progdistill.objectives import terms
 
 TOP_ENTRIES = 32  # of the teacher, for the second correlation
@@ -38,7 +40,7 @@ def valid_tokens(
     ValueError: labels or mask that do not fit the logits.
   """
   if labels.shape == logits.shape:
-    where = jnp.any(labels != 0, axis=-1)
+    where = jnp.max(jnp.abs(labels), axis=-1) != 0  # NaN counts
   elif labels.shape == logits.shape[:-1] and jnp.issubdtype(
       labels.dtype, jnp.integer
   ):
@@ -79,6 +81,7 @@ def train_terms(
     alpha: ArrayLike,
     top_k: int = 0,
     kl_div_tau1: bool = False,
+    mean: bool = False,
 ) -> terms.LossTerms:
   """The loss's sums over the tokens of `where`.
 
@@ -90,7 +93,9 @@ def train_terms(
     temperature: tau > 0, float32 [].
     alpha: weight of the soft loss in [0, 1], float32 [].
     top_k: if > 0, the KL is over the teacher's k largest entries.
-    kl_div_tau1: also measure the KL at tau = 1 (one more pass).
+    kl_div_tau1: also measure the KL at tau = 1 (one more exponential).
+    mean: give means over the tokens instead. The gradient is then made as it
+      is wanted, and not scaled afterwards.
 
   Returns:
     `total`, and the parts `distill/soft_loss`, `distill/hard_loss`,
@@ -98,38 +103,38 @@ def train_terms(
   """
   check_vocabularies(student, teacher)
   teacher = jax.lax.stop_gradient(teacher)
-
-  def kl(tau):
-    if top_k:
-      return reference.topk_forward_kl(
-          student, teacher, k=top_k, temperature=tau, where=where
-      )
-    return reference.forward_kl(
-        student, teacher, temperature=tau, where=where
+  alpha = jnp.asarray(alpha)
+  count = reduce.count(where)
+  weights = reduce.mean(where.astype(jnp.float32), count) if mean else where
+  add = lambda x: jnp.sum(jnp.where(where, weights * x, 0.0))
+  if top_k:
+    kl = topk.renormalised_kl(
+        student, teacher, k=top_k, temperature=temperature, where=where
     )
-
-  kl_sum = reduce.masked_sum(kl(temperature), where)
-  soft = kl_sum * temperature**2
-  hard = reduce.masked_sum(
-      reference.cross_entropy(student, labels, where=where), where
-  )
+    ce = chunked.cross_entropy(student, labels, where=where)
+    # A term of weight 0 must not be able to hurt: 0 * inf is NaN.
+    weigh = lambda w, x: jnp.where(w > 0, w * add(x), 0.0)
+    total = weigh(alpha, kl * temperature**2) + weigh(1.0 - alpha, ce)
+    values = {"kl": kl, "ce": ce}
+    if kl_div_tau1:
+      values["kl_div_tau1"] = chunked.forward_kl(
+          jax.lax.stop_gradient(student), teacher, where=where
+      )
+  else:
+    total, values = chunked.distillation(
+        student, teacher, labels, temperature=temperature, alpha=alpha,
+        weights=weights, kl_div_tau1=kl_div_tau1,
+    )
+  sums = {k: add(v) for k, v in values.items()}
   parts = {
-      "distill/soft_loss": soft,
-      "distill/hard_loss": hard,
-      "distill/kl_div": kl_sum,
+      "distill/soft_loss": sums["kl"] * temperature**2,
+      "distill/hard_loss": sums["ce"],
+      "distill/kl_div": sums["kl"],
   }
   if kl_div_tau1:
-    at_one = reference.forward_kl(
-        jax.lax.stop_gradient(student), teacher, where=where
-    )
-    parts["distill/kl_div_tau1"] = reduce.masked_sum(at_one, where)
-  alpha = jnp.asarray(alpha)
-  # A term of weight 0 must not be able to hurt: 0 * inf is NaN.
-  weigh = lambda w, x: jnp.where(w > 0, w * x, 0.0)
+    parts["distill/kl_div_tau1"] = sums["kl_div_tau1"]
   return terms.LossTerms(
-      total=weigh(alpha, soft) + weigh(1.0 - alpha, hard),
-      count=reduce.count(where),
-      parts=parts,
+      total=total, count=count, parts=parts
   )
 
 
@@ -142,29 +147,36 @@ def eval_terms(
 ) -> terms.LossTerms:
   """Student against teacher at tau = 1; `total` is the student's CE."""
   check_vocabularies(student, teacher)
-  total = lambda values: reduce.masked_sum(values, where)
-  hard = total(reference.cross_entropy(student, labels, where=where))
-  return terms.LossTerms(
-      total=hard,
-      count=reduce.count(where),
-      parts={
-          "distill/kl_div_tau1": total(
-              reference.forward_kl(student, teacher, where=where)
-          ),
-          "distill/correlation": total(
-              similarity.correlation(student, teacher, where=where)
-          ),
-          f"distill/correlation_top{TOP_ENTRIES}": total(
-              similarity.topk_correlation(
-                  student, teacher, k=TOP_ENTRIES, where=where
-              )
-          ),
-          "distill/top1_agreement": total(
-              similarity.top1_agreement(student, teacher, where=where)
-          ),
-          "distill/student_cross_entropy": hard,
-          "distill/teacher_cross_entropy": total(
-              reference.cross_entropy(teacher, labels, where=where)
-          ),
-      },
+  values = chunked.token_values(
+      _evaluate, student, teacher, labels, where=where
   )
+  sums = {k: reduce.masked_sum(v, where) for k, v in values.items()}
+  return terms.LossTerms(
+      total=sums["distill/student_cross_entropy"],
+      count=reduce.count(where),
+      parts=sums,
+  )
+
+
+def _evaluate(student, teacher, labels, *, where):
+  """Every measure of `eval_terms`, per token."""
+  return {
+      "distill/kl_div_tau1": reference.forward_kl(
+          student, teacher, where=where
+      ),
+      "distill/correlation": similarity.correlation(
+          student, teacher, where=where
+      ),
+      f"distill/correlation_top{TOP_ENTRIES}": similarity.topk_correlation(
+          student, teacher, k=TOP_ENTRIES, where=where
+      ),
+      "distill/top1_agreement": similarity.top1_agreement(
+          student, teacher, where=where
+      ),
+      "distill/student_cross_entropy": reference.cross_entropy(
+          student, labels, where=where
+      ),
+      "distill/teacher_cross_entropy": reference.cross_entropy(
+          teacher, labels, where=where
+      ),
+  }
