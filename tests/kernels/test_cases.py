@@ -10,12 +10,18 @@ from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import reference
 from tunix_progdistill.kernels import topk
 
-every_path = pytest.mark.parametrize(
-    "path", paths.PATHS.values(), ids=paths.PATHS
-)
-finite_path = pytest.mark.parametrize(
-    "path", paths.FINITE_PATHS.values(), ids=paths.FINITE_PATHS
-)
+
+def _params(of):
+  """A mesh of one row or one column has tests of its own; here it is slow."""
+  slow = ("sharded 1x8", "sharded 8x1")
+  return [
+      pytest.param(path, id=name, marks=[pytest.mark.slow] * (name in slow))
+      for name, path in of.items()
+  ]
+
+
+every_path = pytest.mark.parametrize("path", _params(paths.PATHS))
+finite_path = pytest.mark.parametrize("path", _params(paths.FINITE_PATHS))
 INF = np.inf
 
 

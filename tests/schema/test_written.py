@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 from hypothesis import HealthCheck
 from hypothesis import given
@@ -33,6 +34,17 @@ _TEXT = st.text(
      "2020-01-01", "???", "- a", "a: b", "#", "'", '"', "\x85", "\\", "{", "*"]
 )
 _NAME = _TEXT.filter(bool)
+
+
+def _is_regex(text):
+  try:
+    re.compile(text)
+  except re.error:
+    return False
+  return True
+
+
+_RULE = _NAME.filter(_is_regex)
 _PATH = _TEXT.filter(lambda text: "\0" not in text)
 _POSITIVE = st.floats(1e-3, 1e3)
 _PART = st.floats(0, 1)
@@ -54,7 +66,7 @@ _STAGE = st.builds(
         st.builds(lambda f: {"freeze_fraction": f}, _PART),
         st.builds(lambda n: {"trainable_layers": n}, _COUNT),
         st.builds(
-            lambda r: {"frozen": tuple(r)}, st.lists(_NAME, min_size=1)
+            lambda r: {"frozen": tuple(r)}, st.lists(_RULE, min_size=1)
         ),
     ),
     name=_TEXT,
