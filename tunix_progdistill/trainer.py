@@ -321,12 +321,12 @@ class ProgressiveDistillationTrainer(distillation_trainer.DistillationTrainer):
         ),
         self._engine.trainable_parameters(self._engine.stage),
         reads_scalars=self._reads_scalars,
-    ) | self._meter.lap(self.train_steps)
+    )
 
   def _write_metrics(self, metrics_buffer: Any) -> None:
     metrics = metrics_buffer.additional_metrics
     if self._mode == Mode.TRAIN:
-      records.to_speed(metrics)
+      metrics.update(self._meter.read(metrics))
       records.warn_if_lost(metrics, metrics_buffer.step)
       self._logged_rate = records.pop_rate(metrics)
     else:

@@ -30,6 +30,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from tunix_progdistill.kernels import closed_form
+from tunix_progdistill.kernels import reduce
 
 Weights = Bool[Array, "*N"] | Float[Array, "*N"]
 
@@ -210,18 +211,14 @@ def _distill(
 
   def step(s, t, y, w):
     on = w != 0
-    s, t = _blank(s, on), _blank(t, on)
     out = closed_form.distillation(
-        s, t, _blank_labels(y, on), temperature=tau, alpha=alpha,
-        kl_div_tau1=kl_div_tau1,
+        reduce.blank(s, on), reduce.blank(t, on), reduce.blank_labels(y, on),
+        temperature=tau, alpha=alpha, kl_div_tau1=kl_div_tau1,
     )
-    values = {"kl": out.kl, "ce": out.ce}
-    if out.kl_div_tau1 is not None:
-      values["kl_div_tau1"] = out.kl_div_tau1
-    values = {k: jnp.where(on, v, 0.0) for k, v in values.items()}
+    values = closed_form.token_values(out.kl, out.ce, out.kl_div_tau1, w)
     if not with_gradient:
       return values, None
-    gradient = jnp.where(on[..., None], w[..., None] * out.gradient, 0.0)
+    gradient = closed_form.weighted(out.gradient, w)
     return values, gradient.astype(student.dtype)
 
   values, gradient = by_blocks(
@@ -261,11 +258,10 @@ def _values_and_gradient(
   rule, block_tokens = options
 
   def step(s, o, on):
-    s = _blank(s, on)
-    o = _blank_labels(o, on) if rule is closed_form.cross_entropy else (
-        _blank(o, on)
+    # Logits, ids or rows: what does not count is blank in all of them.
+    value, gradient = rule(
+        reduce.blank(s, on), reduce.blank_labels(o, on), *scalars
     )
-    value, gradient = rule(s, o, *scalars)
     value = jnp.where(on, value, 0.0)
     if not with_gradient:
       return value, None
@@ -285,15 +281,6 @@ def _values_bwd(options, gradient, cotangent):
 
 
 _values.defvjp(_values_fwd, _values_bwd)
-
-
-def _blank(block: Array, on: Array) -> Array:
-  """The block in float32, 0 in the rows that do not count."""
-  return jnp.where(on[..., None], block.astype(jnp.float32), 0.0)
-
-
-def _blank_labels(block: Array, on: Array) -> Array:
-  return jnp.where(on, block, 0) if block.ndim == on.ndim else _blank(block, on)
 
 
 # -- blocks
@@ -339,7 +326,7 @@ def by_blocks(
         x.widened(lax.dynamic_slice_in_dim(x.bits, start, size, axis=1))
         for x in flat
     ]
-    return jax.tree.map(Bits.of, step(*parts), is_leaf=lambda x: x is None)
+    return jax.tree.map(Bits.of, step(*parts))
 
   kinds = jax.eval_shape(block, 0)
   empty = jax.tree.map(
@@ -374,9 +361,7 @@ class Bits:
     self.bits, self.is_bfloat16 = bits, is_bfloat16
 
   @classmethod
-  def of(cls, array: Array | None) -> Any:
-    if array is None:
-      return None
+  def of(cls, array: Array) -> "Bits":
     if array.dtype != jnp.bfloat16:
       return cls(array, False)
     return cls(lax.bitcast_convert_type(array, jnp.uint16), True)

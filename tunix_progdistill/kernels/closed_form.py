@@ -177,8 +177,13 @@ def cross_entropy(
     return value, q.p * jnp.sum(rows, axis=-1, keepdims=True) - rows
   ids = labels[..., None]
   value = -jnp.take_along_axis(q.log_p, ids, axis=-1)[..., 0]
-  columns = jax.lax.broadcasted_iota(jnp.int32, student.shape, student.ndim - 1)
-  return value, q.p - jnp.where(columns == ids, 1.0, 0.0)
+  return value, q.p - jnp.where(columns(student.shape) == ids, 1.0, 0.0)
+
+
+def columns(shape: tuple[int, ...], start: ArrayLike = 0) -> Int[Array, "*n V"]:
+  """The column of each entry, counted from `start`."""
+  own = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+  return jnp.asarray(start, jnp.int32) + own
 
 
 class Distillation(NamedTuple):
@@ -225,6 +230,24 @@ def mix(soft: Array, hard: Array, alpha: ArrayLike) -> Array:
   return jnp.where(alpha > 0, alpha * soft, 0.0) + jnp.where(
       alpha < 1, (1.0 - alpha) * hard, 0.0
   )
+
+
+def token_values(
+    kl: Values, ce: Values, kl_div_tau1: Values | None, weights: Values
+) -> dict[str, Values]:
+  """By name, 0 in tokens of weight 0; what was not asked for is left out."""
+  values = {"kl": kl, "ce": ce}
+  if kl_div_tau1 is not None:
+    values["kl_div_tau1"] = kl_div_tau1
+  return {k: jnp.where(weights != 0, v, 0.0) for k, v in values.items()}
+
+
+def weighted(
+    gradient: Block, weights: Values, counts: Array | bool = True
+) -> Block:
+  """w G, exactly 0 in tokens of weight 0 and in columns that do not count."""
+  on = (weights != 0)[..., None] & counts
+  return jnp.where(on, weights[..., None] * gradient, 0.0)
 
 
 def weighted_total(

@@ -70,7 +70,7 @@ def _tile(plan, part, loss, end):
   t, _ = plan.teacher.capped(
       product(plan.teacher, part.teacher, loss.teacher_head)
   )
-  columns = heads.columns(s.shape, start)
+  columns = closed_form.columns(s.shape, start)
   # The last tile begins earlier where the vocabulary does not divide.
   counts = (columns >= end) & (columns < plan.vocabulary)
   is_label = (columns >= end) & (columns == part.labels[:, None])
@@ -104,7 +104,8 @@ def by_tiles(plan, with_gradient, part, loss, sum_head):
     kls = [a + b for a, b in zip(kls, parts, strict=True)]
     if with_gradient:
       g = _tile_gradient(loss, x, q, p, q1)
-      g = heads.weighted(g * x.slope, part.weights, x.counts).astype(plan.dtype)
+      g = closed_form.weighted(g * x.slope, part.weights, x.counts)
+      g = g.astype(plan.dtype)
       matrix = plan.student.tile(loss.student_head, start, plan.tile)
       d_hidden += plan.student.by_hidden(g, matrix)
     if sum_head is not None:
@@ -117,7 +118,9 @@ def by_tiles(plan, with_gradient, part, loss, sum_head):
   ))
   known = (part.labels >= 0) & (part.labels < plan.size)
   ce = jnp.log(s.sums[1][:, 0]) - (jnp.where(known, own, jnp.nan) - s.top[:, 0])
-  values = heads.token_values(kl, ce, kl1[0] if kl1 else None, part.weights)
+  values = closed_form.token_values(
+      kl, ce, kl1[0] if kl1 else None, part.weights
+  )
   return values, d_hidden, sum_head
 
 

@@ -170,16 +170,16 @@ def at_once(plan, with_gradient, part, loss, sum_head):
   t = plan.teacher.product(part.teacher, t_head)
 
   def step(s, t, y, w):
-    counts = columns(s.shape, 0) < plan.vocabulary
+    counts = closed_form.columns(s.shape, 0) < plan.vocabulary
     (s, slope), (t, _) = plan.student.capped(s), plan.teacher.capped(t)
     out = closed_form.distillation(
         jnp.where(counts, s, -jnp.inf), jnp.where(counts, t, -jnp.inf), y,
         temperature=loss.tau, alpha=loss.alpha, kl_div_tau1=plan.kl_div_tau1,
     )
-    values = token_values(out.kl, out.ce, out.kl_div_tau1, w)
+    values = closed_form.token_values(out.kl, out.ce, out.kl_div_tau1, w)
     if not with_gradient:
       return values, None
-    gradient = weighted(out.gradient * slope, w, counts)
+    gradient = closed_form.weighted(out.gradient * slope, w, counts)
     return values, gradient.astype(plan.dtype)
 
   values, gradient = chunked.by_blocks(
@@ -202,7 +202,8 @@ def _add_by_rows(plan, part, gradient, sum_head):
     end = i * size
     start = jnp.minimum(end, plan.size - size)
     g = lax.dynamic_slice_in_dim(gradient, start, size, axis=1)
-    g = jnp.where(columns(g.shape, start) >= end, g, jnp.zeros_like(g))
+    new = closed_form.columns(g.shape, start) >= end
+    g = jnp.where(new, g, jnp.zeros_like(g))
     return add(plan, sum_head, start, g, hidden)
 
   return lax.fori_loop(0, -(-plan.size // size), body, sum_head)
@@ -221,22 +222,3 @@ def only_new(part: Tokens) -> Array:
   """Hidden states for d head, into which a token must go once only."""
   zero = jnp.zeros_like(part.student)
   return jnp.where(part.new[:, None], part.student, zero)
-
-
-def columns(shape: tuple[int, ...], start: ArrayLike) -> Array:
-  """The column of each entry, counted from `start`."""
-  own = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-  return jnp.asarray(start, jnp.int32) + own
-
-
-def token_values(kl, ce, kl_div_tau1, weights) -> dict[str, Any]:
-  values = {"kl": kl, "ce": ce}
-  if kl_div_tau1 is not None:
-    values["kl_div_tau1"] = kl_div_tau1
-  return {k: jnp.where(weights != 0, v, 0.0) for k, v in values.items()}
-
-
-def weighted(gradient, weights, counts):
-  """w G, exactly 0 in tokens and columns that do not count."""
-  on = (weights != 0)[..., None] & counts
-  return jnp.where(on, weights[..., None] * gradient, 0.0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Bool
 from jaxtyping import Float
+from jaxtyping import Int
 
 Sum = Float[Array, ""]
 
@@ -45,3 +46,12 @@ def blank(logits: Float[Array, "*N V"], where: Bool[Array, "*N"]) -> jax.Array:
   of the gradient as well.
   """
   return jnp.where(where[..., None], logits.astype(jnp.float32), 0.0)
+
+
+def blank_labels(
+    labels: Int[Array, "*N"] | Float[Array, "*N V"], where: Bool[Array, "*N"]
+) -> jax.Array:
+  """`labels` with those outside `where` set to id 0, or to rows of 0."""
+  if labels.ndim == where.ndim:
+    return jnp.where(where, labels, 0)
+  return blank(labels, where)

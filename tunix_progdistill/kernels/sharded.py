@@ -266,8 +266,8 @@ def _label_rows(y: Array, like: Array, axis: str | None) -> Array:
   if y.ndim == like.ndim:
     return y
   first = 0 if axis is None else lax.axis_index(axis) * like.shape[-1]
-  columns = lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1)
-  return (columns + first == y[..., None]).astype(jnp.float32)
+  own = closed_form.columns(like.shape, first) == y[..., None]
+  return own.astype(jnp.float32)
 
 
 def _distillation_block(
@@ -319,18 +319,14 @@ def _distill(
 
   def step(tau, alpha, s, t, y, w):
     on = w != 0
-    y = reduce.blank(y, on) if dense else jnp.where(on, y, 0)
     out = _distillation_block(
-        layout.vocab, kl_div_tau1, reduce.blank(s, on), reduce.blank(t, on), y,
-        tau, alpha,
+        layout.vocab, kl_div_tau1, reduce.blank(s, on), reduce.blank(t, on),
+        reduce.blank_labels(y, on), tau, alpha,
     )
-    values = {"kl": out.kl, "ce": out.ce}
-    if out.kl_div_tau1 is not None:
-      values["kl_div_tau1"] = out.kl_div_tau1
-    values = {k: jnp.where(on, v, 0.0) for k, v in values.items()}
+    values = closed_form.token_values(out.kl, out.ce, out.kl_div_tau1, w)
     if not with_gradient:
       return values, None
-    gradient = jnp.where(on[..., None], w[..., None] * out.gradient, 0.0)
+    gradient = closed_form.weighted(out.gradient, w)
     return values, gradient.astype(student.dtype)
 
   def on_device(tau, alpha, s, t, y, w):

@@ -39,9 +39,6 @@ def _last(values: list[Any]) -> np.ndarray:
   return np.array(values[-1], dtype=np.float32)
 
 
-_SPEED = "perf/tokens_per_sec"
-
-
 def _metrics(values: dict[str, Any]) -> Metrics:
   return {name: ([value], _last) for name, value in values.items()}
 
@@ -104,36 +101,24 @@ def pop_rate(metrics: Metrics) -> Any:
 
 
 class TokenMeter:
-  """Valid tokens per second of wall time, from one update to the next.
-
-  A record is written some time after its update: its seconds are taken when
-  the update's last micro-batch is handed to the device.
-  """
+  """Valid tokens per second of wall time between two records."""
 
   def __init__(self):
-    self.restart()
+    self._since = time.perf_counter()
 
   def restart(self) -> None:
-    self._since = self._now = time.perf_counter()
-    self._update: int | None = None
+    self._since = time.perf_counter()
 
   def pause(self, seconds: float) -> None:
-    """Leaves `seconds` that went elsewhere out of the next update's."""
-    self._now += seconds
+    """Leaves `seconds` that went elsewhere out of the next reading."""
+    self._since += seconds
 
-  def lap(self, update: int) -> Metrics:
-    """The seconds of an update so far, under the name of the rate."""
-    if update != self._update:
-      self._since, self._update = self._now, update
-    self._now = time.perf_counter()
-    return _metrics({_SPEED: max(self._now - self._since, 1e-9)})
-
-
-def to_speed(metrics: Metrics) -> None:
-  """Makes tokens per second of the seconds that `TokenMeter.lap` took."""
-  value = lambda name: float(_last(metrics[name][0]))
-  speed = value("distill/valid_tokens") / value(_SPEED)
-  metrics.update(_metrics({_SPEED: speed}))
+  def read(self, metrics: Metrics) -> Metrics:
+    tokens = float(_last(metrics["distill/valid_tokens"][0]))
+    now = time.perf_counter()
+    seconds = max(now - self._since, 1e-9)
+    self._since = now
+    return _metrics({"perf/tokens_per_sec": tokens / seconds})
 
 
 class EvalSums:
