@@ -139,9 +139,9 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     with families.tracing(student_model):
       return super().get_student_outputs(student_model, dict(inputs))
 
-  def _where(self, student, labels, inputs, weight=1.0):
+  def _where(self, ids, inputs, weight=1.0):
     mask = self._loss_mask_fn(**inputs) if self._loss_mask_fn else None
-    where = logit_objective.valid_tokens(student, labels, mask)
+    where = logit_objective.valid_tokens(ids, mask)
     return where & (jnp.asarray(weight) > 0)
 
   # -- the engine's view
@@ -159,11 +159,13 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     """The loss of one micro-batch as sums; see `objectives.logits`."""
     student = self.get_student_outputs(model, inputs)
     labels = self._labels_fn(**inputs)
+    ids = logit_objective.label_ids(student, labels)
     return logit_objective.train_terms(
         student,
         teacher_output,
         labels,
-        where=self._where(student, labels, inputs, weight),
+        ids=ids,
+        where=self._where(ids, inputs, weight),
         temperature=scalars.temperature,
         alpha=scalars.alpha,
         top_k=self.distill_top_k,
@@ -184,7 +186,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         student,
         teacher_output,
         labels,
-        where=self._where(student, labels, inputs),
+        where=self._where(logit_objective.label_ids(student, labels), inputs),
     )
 
   # -- an unmodified Tunix trainer's view
@@ -241,7 +243,8 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         self.get_student_outputs(student_model, inputs)
     )
     labels = self._labels_fn(**inputs)
-    where = self._where(student, labels, inputs)
+    ids = logit_objective.label_ids(student, labels)
+    where = self._where(ids, inputs)
     return self._task_loss(student, labels, where), {}
 
   def compute_loss(
@@ -259,11 +262,13 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     else:
       temperature = schedules.evaluate(self.temperature, self._initial_update)
       alpha = schedules.evaluate(self.alpha, self._initial_update)
+    ids = logit_objective.label_ids(student_output, labels)
     out = logit_objective.train_terms(
         student_output,
         teacher_output,
         labels,
-        where=logit_objective.valid_tokens(student_output, labels),
+        ids=ids,
+        where=logit_objective.valid_tokens(ids),
         temperature=jnp.float32(temperature),
         alpha=jnp.float32(alpha),
         top_k=self.distill_top_k,
@@ -275,7 +280,9 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       self, student_output: jax.Array, labels: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Tunix's entry point on logits: cross-entropy over the valid tokens."""
-    where = logit_objective.valid_tokens(student_output, labels)
+    where = logit_objective.valid_tokens(
+        logit_objective.label_ids(student_output, labels)
+    )
     return self._task_loss(student_output, labels, where), {}
 
   def _task_loss(self, student, labels, where) -> jax.Array:

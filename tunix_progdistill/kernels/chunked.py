@@ -10,15 +10,13 @@ The values and gradients of `reference`, but
 Gradients flow to the student's logits alone: teacher, labels, weights,
 temperature and alpha are constants. There is no second derivative.
 
-A block is sliced along the second to last axis. On one device all leading axes
-are first made one; on several they stay whole, so that a batch that is spread
-over devices is never gathered.
+One-hot label rows are told by their ids, see `labels`.
 """
 
 from collections.abc import Callable
 import functools
-import math
 from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -29,29 +27,16 @@ from jaxtyping import Bool
 from jaxtyping import Float
 from jaxtyping import Int
 
+from tunix_progdistill.kernels import blocks
 from tunix_progdistill.kernels import closed_form
+from tunix_progdistill.kernels import labels as one_hot
 from tunix_progdistill.kernels import reduce
 
 Weights = Bool[Array, "*N"] | Float[Array, "*N"]
 
-# Entries of a block: what stays in a core's cache; on an accelerator, what
-# keeps it busy.
-_ENTRIES_CPU = 2**17
-_ENTRIES = 2**25
-_FEWEST_TOKENS = 4
-
-
-def tokens_per_block(vocabulary: int, entries: int | None = None) -> int:
-  """How many tokens a block holds.
-
-  Args:
-    vocabulary: V.
-    entries: of a block; None takes what suits the default backend.
-  """
-  if entries is None:
-    cpu = jax.default_backend() == "cpu"
-    entries = _ENTRIES_CPU if cpu else _ENTRIES
-  return max(_FEWEST_TOKENS, entries // vocabulary)
+# From so many columns on, one-hot rows are told by their ids: it pays, for two
+# programs to compile.
+_WIDE = 2**12
 
 
 def forward_kl(
@@ -131,6 +116,7 @@ def distillation(
     temperature: ArrayLike,
     alpha: ArrayLike,
     weights: Weights,
+    label_ids: Int[Array, "*N"] | None = None,
     kl_div_tau1: bool = False,
     block_tokens: int | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, "*N"]]]:
@@ -147,8 +133,9 @@ def distillation(
     alpha: weight of the soft loss in [0, 1]; may be traced.
     weights: of the tokens, `[*N]`; a bool counts as 0 or 1. A token of weight 0
       is never looked at: NaN may stand there.
+    label_ids: what `labels.ids` says of label rows, where it is known already.
     kl_div_tau1: also the KL at temperature 1.
-    block_tokens: tokens of a block; None for `tokens_per_block(V)`.
+    block_tokens: tokens of a block; None for `blocks.tokens_per_block(V)`.
 
   Returns:
     The total, float32 [], whose gradient has the student's dtype, and per-token
@@ -163,9 +150,9 @@ def distillation(
   '0.6109 0.1233 1.0986'
   """
   total, values = _distillation(
-      (kl_div_tau1, block_tokens), student, teacher, labels,
-      weights.astype(jnp.float32), jnp.asarray(temperature, jnp.float32),
-      jnp.asarray(alpha, jnp.float32),
+      (kl_div_tau1, block_tokens), student, teacher,
+      _labels(labels, label_ids, student.shape), weights.astype(jnp.float32),
+      jnp.asarray(temperature, jnp.float32), jnp.asarray(alpha, jnp.float32),
   )
   return total, lax.stop_gradient(values)
 
@@ -189,7 +176,20 @@ def token_values(
   """
   step = lambda *blocks: rule(*blocks[:-1], where=blocks[-1])
   arrays = tuple(map(lax.stop_gradient, arrays))
-  return by_blocks(step, arrays[0].shape, (*arrays, where), block_tokens)
+  return blocks.by_blocks(step, arrays[0].shape, (*arrays, where), block_tokens)
+
+
+class _Rows(NamedTuple):
+  """Label rows, and the ids of those that are one-hot."""
+
+  rows: Float[Array, "*N V"]
+  ids: Int[Array, "*N"]
+
+
+def _labels(labels, ids, shape):
+  if labels.ndim < len(shape) or shape[-1] < _WIDE:
+    return labels
+  return _Rows(labels, one_hot.ids(labels) if ids is None else ids)
 
 
 # -- gradient made in the forward pass
@@ -207,6 +207,26 @@ def _distill(
     options, with_gradient, student, teacher, labels, weights, tau, alpha
 ):
   """Total, values and (where asked for) the gradient."""
+  walk = functools.partial(
+      _walk, options, with_gradient, student, teacher, weights, tau, alpha
+  )
+  if not isinstance(labels, _Rows):
+    values, gradient = walk(labels)
+  else:
+    known = (labels.ids >= 0) & (labels.ids < student.shape[-1])
+    values, gradient = lax.cond(
+        jnp.all(known | (weights == 0)),
+        lambda: walk(jnp.where(known, labels.ids, 0)),
+        lambda: walk(labels.rows),
+    )
+  total = closed_form.weighted_total(values, weights, tau, alpha)
+  return total, values, gradient
+
+
+def _walk(
+    options, with_gradient, student, teacher, weights, tau, alpha, labels
+):
+  """Values and gradient, block by block."""
   kl_div_tau1, block_tokens = options
 
   def step(s, t, y, w):
@@ -221,11 +241,9 @@ def _distill(
     gradient = closed_form.weighted(out.gradient, w)
     return values, gradient.astype(student.dtype)
 
-  values, gradient = by_blocks(
+  return blocks.by_blocks(
       step, student.shape, (student, teacher, labels, weights), block_tokens
   )
-  total = closed_form.weighted_total(values, weights, tau, alpha)
-  return total, values, gradient
 
 
 def _distillation_fwd(options, student, *rest):
@@ -268,7 +286,9 @@ def _values_and_gradient(
     gradient = jnp.where(on[..., None], gradient, 0.0)
     return value, gradient.astype(student.dtype)
 
-  return by_blocks(step, student.shape, (student, other, where), block_tokens)
+  return blocks.by_blocks(
+      step, student.shape, (student, other, where), block_tokens
+  )
 
 
 def _values_fwd(options, student, other, where, scalars):
@@ -281,93 +301,3 @@ def _values_bwd(options, gradient, cotangent):
 
 
 _values.defvjp(_values_fwd, _values_bwd)
-
-
-# -- blocks
-
-
-def by_blocks(
-    step: Callable[..., Any],
-    shape: tuple[int, ...],
-    arrays: tuple[Array, ...],
-    block_tokens: int | None = None,
-) -> Any:
-  """`step` over blocks of tokens, its results put together.
-
-  The last block begins earlier where the tokens do not divide: `step` must give
-  the same for a token in whatever block it stands.
-
-  Args:
-    step: blocks `[r, c, V]` or `[r, c]` to a pytree of the like.
-    shape: `[*N, V]`.
-    arrays: `[*N, V]` or `[*N]`, each.
-    block_tokens: r c, about; None for `tokens_per_block(V)`.
-
-  Returns:
-    The pytree, with `[*N]` in the place of `[r, c]`.
-  """
-  lead, vocabulary = shape[:-1], shape[-1]
-  tokens = math.prod(lead)
-  spread = jax.device_count() > 1 and len(lead) > 1 and tokens > 0
-  rows = lead[0] if spread else 1
-  length = tokens // rows
-  wanted = block_tokens or tokens_per_block(vocabulary)
-  size = max(1, wanted // rows)
-  flat = [
-      Bits.of(x.reshape((rows, length, *x.shape[len(lead):]))) for x in arrays
-  ]
-  whole = lambda x: x.reshape(*lead, *x.shape[2:])
-  if size >= length:
-    out = step(*[x.widened(x.bits) for x in flat])
-    return jax.tree.map(whole, out)
-
-  def block(start):
-    parts = [
-        x.widened(lax.dynamic_slice_in_dim(x.bits, start, size, axis=1))
-        for x in flat
-    ]
-    return jax.tree.map(Bits.of, step(*parts))
-
-  kinds = jax.eval_shape(block, 0)
-  empty = jax.tree.map(
-      lambda x: jnp.zeros((rows, length, *x.shape[2:]), x.dtype), kinds
-  )
-
-  def body(i, out):
-    start = jnp.minimum(i * size, length - size)
-    return jax.tree.map(
-        lambda o, x: lax.dynamic_update_slice_in_dim(o, x, start, axis=1),
-        out, block(start),
-    )
-
-  out = lax.fori_loop(0, -(-length // size), body, empty)
-  return jax.tree.map(
-      lambda x: whole(x.widened(x.bits)), out,
-      is_leaf=lambda x: isinstance(x, Bits),
-  )
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["bits"],
-    meta_fields=["is_bfloat16"],
-)
-class Bits:
-  """An array that a loop carries; bfloat16 as uint16.
-
-  XLA on a CPU widens bfloat16 in a loop to float32, whole arrays of it.
-  """
-
-  def __init__(self, bits: Array, is_bfloat16: bool):
-    self.bits, self.is_bfloat16 = bits, is_bfloat16
-
-  @classmethod
-  def of(cls, array: Array) -> "Bits":
-    if array.dtype != jnp.bfloat16:
-      return cls(array, False)
-    return cls(lax.bitcast_convert_type(array, jnp.uint16), True)
-
-  def widened(self, bits: Array) -> Array:
-    """`bits`, some of this array's, as floats again."""
-    if not self.is_bfloat16:
-      return bits
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)

@@ -32,8 +32,10 @@ ValueAndGrad = tuple[Values, Block]
 
 # Below this |x| the direct form e^x - 1 - x loses its digits.
 _NEAR = 0.1
-# A power of two of strips, of so many columns at least.
-_STRIPS, _NARROWEST = 64, 8
+# A power of two of strips, of so many columns at least. Strips a multiple of a
+# page apart would share a cache's few lines: their width is an odd multiple of
+# a cache line.
+_STRIPS, _NARROWEST, _LINE = 64, 8, 16
 
 
 class Distribution(NamedTuple):
@@ -50,14 +52,14 @@ def softmax(logits: Block, rate: ArrayLike = 1.0) -> Distribution:
     logits: the block.
     rate: 1 / temperature, > 0.
   """
-  top = _by_strips(logits, jnp.maximum, jnp.max)
+  top = by_strips(logits, jnp.maximum, jnp.max)
   shifted = (logits - top) * rate
   e = jnp.exp(shifted)
-  z = _by_strips(e, jnp.add, jnp.sum)
+  z = by_strips(e, jnp.add, jnp.sum)
   return Distribution(e * (1.0 / z), shifted - jnp.log(z))
 
 
-def _by_strips(
+def by_strips(
     x: Block,
     combine: Callable[[Array, Array], Array],
     reduce: Callable[..., Array],
@@ -68,6 +70,9 @@ def _by_strips(
   one. Elsewhere a row is reduced as it is.
   """
   width = x.shape[-1] // _STRIPS
+  if width >= 4 * _LINE:
+    width -= width % _LINE
+    width -= _LINE * (width // _LINE % 2 == 0)
   if width < _NARROWEST or jax.default_backend() != "cpu":
     return reduce(x, axis=-1, keepdims=True)
   strips = [x[..., i * width : (i + 1) * width] for i in range(_STRIPS)]
@@ -106,7 +111,7 @@ def kl(a: Distribution, b: Distribution) -> Values:
 def _divergence(a: Block, d: Block, b: Block) -> Values:
   """sum over a > 0 of a (e^d - 1 - d), plus b where a = 0; d is log(b / a)."""
   terms = jnp.where(a != 0, _bregman(a, d, b), b)
-  return _by_strips(terms, jnp.add, jnp.sum)[..., 0]
+  return by_strips(terms, jnp.add, jnp.sum)[..., 0]
 
 
 def forward_kl(

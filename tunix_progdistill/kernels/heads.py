@@ -18,7 +18,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from tunix_progdistill import errors
-from tunix_progdistill.kernels import chunked
+from tunix_progdistill.kernels import blocks
 from tunix_progdistill.kernels import closed_form
 
 # Rows of d head that are summed up at once, which keeps the summand small.
@@ -64,7 +64,7 @@ class Head:
     return lax.dynamic_slice_in_dim(matrix, start, size, axis=self.axis)
 
   def tile(
-      self, matrix: chunked.Bits, start: ArrayLike, size: int
+      self, matrix: blocks.Bits, start: ArrayLike, size: int
   ) -> Array:
     return matrix.widened(self.columns(matrix.bits, start, size))
 
@@ -155,8 +155,8 @@ class Tokens(NamedTuple):
 class Loss(NamedTuple):
   """What the loss needs beside the tokens; heads as a loop carries them."""
 
-  student_head: chunked.Bits
-  teacher_head: chunked.Bits
+  student_head: blocks.Bits
+  teacher_head: blocks.Bits
   tau: Float[Array, ""]
   alpha: Float[Array, ""]
 
@@ -182,7 +182,7 @@ def at_once(plan, with_gradient, part, loss, sum_head):
     gradient = closed_form.weighted(out.gradient * slope, w, counts)
     return values, gradient.astype(plan.dtype)
 
-  values, gradient = chunked.by_blocks(
+  values, gradient = blocks.by_blocks(
       step, s.shape, (s, t, part.labels, part.weights)
   )
   if not with_gradient:

@@ -34,6 +34,7 @@ from jaxtyping import ArrayLike
 from jaxtyping import Float
 from jaxtyping import Int
 
+from tunix_progdistill.kernels import blocks
 from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import closed_form
 from tunix_progdistill.kernels import head_tiles
@@ -190,8 +191,8 @@ def _distill(
     teacher_head, labels, weights, tau, alpha
 ):
   """Total, values and (where asked for) the two gradients."""
-  # As bits: see `chunked.Bits`.
-  of = chunked.Bits.of
+  # As bits: see `blocks.Bits`.
+  of = blocks.Bits.of
   arrays = [of(x) for x in (student_hidden, teacher_hidden, labels, weights)]
   loss = heads.Loss(of(student_head), of(teacher_head), tau, alpha)
   tokens = weights.size

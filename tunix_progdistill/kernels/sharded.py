@@ -34,6 +34,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from tunix_progdistill import errors
+from tunix_progdistill.kernels import blocks
 from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import closed_form
 from tunix_progdistill.kernels import reduce
@@ -76,7 +77,7 @@ def distillation(
     weights: of the tokens, `[*N]`; NaN may stand where it is 0.
     kl_div_tau1: also the KL at temperature 1.
     block_tokens: tokens of a block on one device; None for
-      `chunked.tokens_per_block` of its part of V.
+      `blocks.tokens_per_block` of its part of V.
 
   Returns:
     The total, and the values per token, as `chunked.distillation`.
@@ -176,7 +177,7 @@ class _Layout:
 
   def map(self, function: Callable[..., Any], in_specs, out_specs) -> Any:
     """`function` on each device's part."""
-    # Without the check of varying axes: the loop of `chunked.by_blocks` starts
+    # Without the check of varying axes: the loop of `blocks.by_blocks` starts
     # from zeros that are the same everywhere. It is never differentiated.
     return jax.shard_map(
         function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs,
@@ -211,10 +212,10 @@ def _by_blocks(
     step: Callable[..., Any], arrays: tuple[Array, ...],
     block_tokens: int | None,
 ) -> Any:
-  """`chunked.by_blocks` on one device, its tokens in one row."""
+  """`blocks.by_blocks` on one device, its tokens in one row."""
   lead = arrays[0].shape[:-1]
   flat = tuple(x.reshape(-1, *x.shape[len(lead):]) for x in arrays)
-  out = chunked.by_blocks(step, flat[0].shape, flat, block_tokens)
+  out = blocks.by_blocks(step, flat[0].shape, flat, block_tokens)
   return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), out)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from tunix_progdistill.kernels import chunked
+from tunix_progdistill.kernels import labels as one_hot
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.kernels import reference
 from tunix_progdistill.kernels import similarity
@@ -26,31 +27,40 @@ from tunix_progdistill.objectives import terms
 TOP_ENTRIES = 32  # of the teacher, for the second correlation
 
 
-def valid_tokens(
+def label_ids(
     logits: Float[Array, "*N V"],
     labels: Int[Array, "*N"] | Float[Array, "*N V"],
-    loss_mask: Array | None = None,
-) -> Bool[Array, "*N"]:
-  """The tokens that count.
+) -> Int[Array, "*N"]:
+  """The ids of labels; negative for a token that is to be ignored.
 
-  A label row of zeros, or a negative id, marks a token that is to be ignored
-  (padding, a prompt); `loss_mask` excludes more.
+  A label row of zeros, or a negative id, marks such a token (padding, a
+  prompt). Rows that are not one-hot have the id V.
 
   Raises:
-    ValueError: labels or mask that do not fit the logits.
+    ValueError: labels that do not fit the logits.
   """
   if labels.shape == logits.shape:
-    where = jnp.max(jnp.abs(labels), axis=-1) != 0  # NaN counts
-  elif labels.shape == logits.shape[:-1] and jnp.issubdtype(
+    return one_hot.ids(labels)
+  if labels.shape == logits.shape[:-1] and jnp.issubdtype(
       labels.dtype, jnp.integer
   ):
-    where = labels >= 0
-  else:
-    raise ValueError(
-        "labels must be ids [B, T] or rows [B, T, V] for logits "
-        f"{logits.shape}, got {labels.dtype}{labels.shape}; "
-        "mend labels_fn"
-    )
+    return labels
+  raise ValueError(
+      "labels must be ids [B, T] or rows [B, T, V] for logits "
+      f"{logits.shape}, got {labels.dtype}{labels.shape}; "
+      "mend labels_fn"
+  )
+
+
+def valid_tokens(
+    ids: Int[Array, "*N"], loss_mask: Array | None = None
+) -> Bool[Array, "*N"]:
+  """The tokens that count: not to be ignored, and in the mask if there is one.
+
+  Raises:
+    ValueError: a mask that does not fit.
+  """
+  where = ids >= 0
   if loss_mask is not None:
     if loss_mask.shape != where.shape:
       raise ValueError(
@@ -79,6 +89,7 @@ def train_terms(
     where: Bool[Array, "*N"],
     temperature: ArrayLike,
     alpha: ArrayLike,
+    ids: Int[Array, "*N"] | None = None,
     top_k: int = 0,
     kl_div_tau1: bool = False,
     mean: bool = False,
@@ -92,6 +103,7 @@ def train_terms(
     where: tokens that count.
     temperature: tau > 0, float32 [].
     alpha: weight of the soft loss in [0, 1], float32 [].
+    ids: `label_ids`, where they are known already.
     top_k: if > 0, the KL is over the teacher's k largest entries.
     kl_div_tau1: also measure the KL at tau = 1 (one more exponential).
     mean: give means over the tokens instead. The gradient is then made as it
@@ -123,7 +135,7 @@ def train_terms(
   else:
     total, values = chunked.distillation(
         student, teacher, labels, temperature=temperature, alpha=alpha,
-        weights=weights, kl_div_tau1=kl_div_tau1,
+        weights=weights, label_ids=ids, kl_div_tau1=kl_div_tau1,
     )
   sums = {k: add(v) for k, v in values.items()}
   parts = {
