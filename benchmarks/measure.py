@@ -89,13 +89,19 @@ def _resident_rise():
   if not _CLEAR.exists():
     yield rise
     return
-  _CLEAR.write_text("5")  # the peak begins anew
-  before = _resident("VmRSS")
+  reset_peak()
+  before = resident("VmRSS")
   yield rise
-  rise[0] = max(0, _resident("VmHWM") - before)
+  rise[0] = max(0, resident("VmHWM") - before)
 
 
-def _resident(field: str) -> int:
+def reset_peak() -> None:
+  """Lets the peak of resident memory begin anew."""
+  _CLEAR.write_text("5")
+
+
+def resident(field: str) -> int:
+  """The process's VmRSS, or VmHWM (its peak), in bytes."""
   line = next(
       x for x in _STATUS.read_text().splitlines() if x.startswith(field)
   )

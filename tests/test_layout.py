@@ -10,8 +10,9 @@ _PACKAGE = pathlib.Path(__file__).parent.parent / "tunix_progdistill"
 # A room knows only rooms that stand before it.
 _ROOMS = (
     "errors", "files", "kernels", "plan", "modules", "families", "freezing",
-    "teachers", "objectives", "strategy", "config", "monitor", "engine",
-    "trainer", "students", "weights", "data", "schema", "report", "run", "cli",
+    "outputs", "teachers", "objectives", "strategy", "config", "monitor",
+    "engine", "trainer", "students", "weights", "data", "schema", "report",
+    "run", "cli",
 )
 _BESIDE = {
     "students": ("errors", "families"),

@@ -23,12 +23,18 @@ class ProgressiveConfig:
       parameters, > 0; None does not clip.
     log_kl_div_tau1: also log the KL at tau = 1 at every update; it costs one
       more pass over the logits.
+    fused_head: fuse the output heads with the loss, so that no logits [B, T, V]
+      are ever made: a little slower, and far less memory. None does it where
+      both models' logits and their gradient would take more than half of the
+      memory, on one device, with models of Tunix's and a strategy that has
+      hidden functions; True insists on it, False never does it.
   """
 
   plan: stages.StagePlan
   updates_per_epoch: int | Sized | None = None
   max_grad_norm: float | None = None
   log_kl_div_tau1: bool = False
+  fused_head: bool | None = None
 
   def __post_init__(self):
     errors.plain_fields(self)
@@ -61,6 +67,12 @@ class ProgressiveConfig:
       raise errors.invalid(
           "progressive.max_grad_norm", "must be > 0", norm,
           "leave it out for no clipping",
+      )
+
+    if self.fused_head not in (None, False, True):
+      raise errors.invalid(
+          "progressive.fused_head", "must be true, false or null",
+          self.fused_head, "leave it out",
       )
 
   def epoch_updates(self, accumulation: int) -> int | None:

@@ -59,6 +59,21 @@ def _follow(node: Any, path: tuple[Any, ...]) -> Any:
   return node
 
 
+def device_count(module: nnx.Module) -> int:
+  """Over how many devices the variables of `module` are spread."""
+  return max(
+      (len(x.sharding.device_set)
+       for x in jax.tree.leaves(nnx.state(module)) if isinstance(x, jax.Array)),
+      default=1,
+  )
+
+
+def variable(module: nnx.Module, name: str) -> nnx.Variable:
+  """The variable at `name`, such as `layers/3/attn/w`."""
+  path = [int(p) if p.isdigit() else p for p in name.split("/")]
+  return _follow(module, tuple(path))
+
+
 def merge(
     graph: Any, paths: Mapping[str, tuple[Any, ...]], *values: Values
 ) -> Any:

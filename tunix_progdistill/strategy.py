@@ -16,7 +16,9 @@ from tunix.distillation.strategies import logit
 from tunix_progdistill import errors
 from tunix_progdistill import families
 from tunix_progdistill import modules
+from tunix_progdistill import outputs
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.objectives import fused
 from tunix_progdistill.objectives import logits as logit_objective
 from tunix_progdistill.objectives import terms
 from tunix_progdistill.plan import schedules
@@ -58,6 +60,11 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     alpha: weight of the soft loss in [0, 1], or a schedule likewise.
     distill_top_k: if > 0, the KL is over the teacher's k largest entries.
     loss_mask_fn: `(**inputs) -> [B, T]`, non-zero where a token counts.
+    student_hidden_fn: `(model, **inputs) -> [B, T, D]`, what the model's output
+      head turns into the logits of `student_forward_fn`. With both, a trainer
+      of ours can fuse the heads with the loss and never make the logits: see
+      `ProgressiveConfig.fused_head`.
+    teacher_hidden_fn: likewise, for the teacher.
     initial_update: in an unmodified trainer, the updates already done.
     gradient_accumulation_steps: in an unmodified trainer, its setting.
 
@@ -75,6 +82,8 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       distill_top_k: int = 0,
       *,
       loss_mask_fn: Callable[..., jax.Array] | None = None,
+      student_hidden_fn: Callable[..., jax.Array] | None = None,
+      teacher_hidden_fn: Callable[..., jax.Array] | None = None,
       initial_update: int = 0,
       gradient_accumulation_steps: int = 1,
   ):
@@ -106,6 +115,8 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     self.temperature = temperature
     self.alpha = alpha
     self._loss_mask_fn = nnx.jit(loss_mask_fn) if loss_mask_fn else None
+    self._student_hidden_fn = student_hidden_fn
+    self._teacher_hidden_fn = teacher_hidden_fn
     self._initial_update = initial_update
     self._accumulation = gradient_accumulation_steps
     self._teacher_calls = 0
@@ -133,6 +144,45 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
           modules.evaluating(teacher_model), dict(inputs)
       )
 
+  def teacher_output(
+      self, teacher_model: nnx.Module, inputs: Mapping[str, Any],
+      heads: fused.Heads | None = None,
+  ) -> jax.Array | outputs.Hidden:
+    """The teacher's logits, or hidden states where the heads are fused."""
+    if heads is not None and self._teacher_hidden_fn is not None:
+      model = modules.evaluating(teacher_model)
+      with families.tracing(model):
+        states = self._teacher_hidden_fn(model, **inputs)
+      shape = heads.teacher.variable(model).get_value().shape
+      if heads.are_fused(states, shape[heads.teacher.layout.index("v")]):
+        return outputs.Hidden(states=jax.lax.stop_gradient(states))
+    return self.teacher_logits(teacher_model, inputs)
+
+  def heads(
+      self, student: nnx.Module, teacher: nnx.Module, *, always: bool
+  ) -> fused.Heads:
+    """The two models' output heads, for a loss without logits.
+
+    Args:
+      student: the student.
+      teacher: the teacher.
+      always: see `objectives.fused.Heads`.
+
+    Raises:
+      ValueError: they cannot be fused with the loss.
+    """
+    if None in (self._student_hidden_fn, self._teacher_hidden_fn):
+      raise fused.cannot(
+          "the strategy's student_hidden_fn and teacher_hidden_fn", None,
+          "pass causal_lm.hidden",
+      )
+    if self.distill_top_k:
+      raise fused.cannot(
+          "the whole vocabulary", f"distill_top_k={self.distill_top_k}",
+          "set distill_top_k=0",
+      )
+    return fused.Heads.of(student, teacher, always=always)
+
   def get_student_outputs(
       self, student_model: nnx.Module, inputs: Mapping[str, Any]
   ) -> jax.Array:
@@ -145,6 +195,31 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     return where & (jnp.asarray(weight) > 0)
 
   # -- the engine's view
+
+  def fused_terms(
+      self,
+      model: nnx.Module,
+      teacher: fused.Side,
+      head: families.Head,
+      inputs: Mapping[str, Any],
+      scalars: terms.StepScalars | None = None,
+      weight: jax.Array | float = 1.0,
+      kl_div_tau1: bool = False,
+  ) -> terms.LossTerms:
+    """The loss, or without scalars the evaluation; see `objectives.fused`."""
+    assert self._student_hidden_fn is not None  # `heads` saw to it
+    with families.tracing(model):
+      states = self._student_hidden_fn(model, **inputs)
+    student = fused.Side(states, head.variable(model).get_value(), head)
+    labels = self._labels_fn(**inputs)
+    fused.check_labels(labels, states.shape[:-1])
+    where = self._where(labels, inputs, weight)
+    if scalars is None:
+      return fused.eval_terms(student, teacher, labels, where=where)
+    return fused.train_terms(
+        student, teacher, labels, where=where, temperature=scalars.temperature,
+        alpha=scalars.alpha, kl_div_tau1=kl_div_tau1,
+    )
 
   def train_terms(
       self,
@@ -294,29 +369,54 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
 
 @dataclasses.dataclass(frozen=True)
 class LogitObjective:
-  """A strategy as the engine's objective, with what is to be logged."""
+  """A strategy as the engine's objective.
+
+  Attributes:
+    strategy: the strategy.
+    kl_div_tau1: whether the KL at temperature 1 is to be logged.
+    heads: of both models, where they may be fused with the loss.
+    teacher_head: the matrix of the teacher's.
+  """
 
   strategy: ProgressiveLogitStrategy
   kl_div_tau1: bool = False
+  heads: fused.Heads | None = None
+  teacher_head: jax.Array | None = None
+
+  def with_constant(self, constant: jax.Array | None) -> "LogitObjective":
+    """Itself, with the matrix of the teacher's output head."""
+    return dataclasses.replace(self, teacher_head=constant)
+
+  def _fused_terms(self, model, teacher_output, *args, **kwargs):
+    assert self.heads is not None and self.teacher_head is not None
+    teacher = fused.Side(
+        teacher_output.states, self.teacher_head, self.heads.teacher
+    )
+    return self.strategy.fused_terms(
+        model, teacher, self.heads.student, *args, **kwargs
+    )
 
   def train_terms(
       self,
       model: nnx.Module,
-      teacher_output: jax.Array,
+      teacher_output: jax.Array | outputs.Hidden,
       inputs: Mapping[str, Any],
       scalars: terms.StepScalars,
       weight: jax.Array,
   ) -> terms.LossTerms:
-    """See `ProgressiveLogitStrategy.train_terms`."""
-    return self.strategy.train_terms(
-        model, teacher_output, inputs, scalars, weight, self.kl_div_tau1
-    )
+    """See `ProgressiveLogitStrategy.train_terms` and `fused_terms`."""
+    rest = (inputs, scalars, weight, self.kl_div_tau1)
+    if isinstance(teacher_output, outputs.Hidden):
+      return self._fused_terms(model, teacher_output, *rest)
+    return self.strategy.train_terms(model, teacher_output, *rest)
 
   def eval_terms(
       self,
       model: nnx.Module,
-      teacher_output: jax.Array,
+      teacher_output: jax.Array | outputs.Hidden,
       inputs: Mapping[str, Any],
   ) -> terms.LossTerms:
-    """See `ProgressiveLogitStrategy.eval_terms`."""
+    """See `ProgressiveLogitStrategy.eval_terms` and `fused_terms`."""
+    if isinstance(teacher_output, outputs.Hidden):
+      return self._fused_terms(model, teacher_output, inputs)
     return self.strategy.eval_terms(model, teacher_output, inputs)

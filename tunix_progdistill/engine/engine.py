@@ -1,5 +1,6 @@
 """`Engine`: stages, optimizer and compiled steps of one student."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
@@ -59,6 +60,7 @@ class Engine:
     wrt: the type of leaf that trains (`nnx.Param`, or `nnx.LoRAParam`).
     accumulation: micro-batches per update.
     max_grad_norm: clip by the global norm over all trainable leaves, or None.
+    constant: reads the array that the objective needs beside each batch.
   """
 
   def __init__(
@@ -71,6 +73,7 @@ class Engine:
       wrt: nnx.filterlib.Filter,
       accumulation: int,
       max_grad_norm: float | None,
+      constant: Callable[[], Any] = lambda: None,
   ):
     self.model = model
     self.plan = plan
@@ -80,6 +83,7 @@ class Engine:
     self._wrt = wrt
     self._accumulation = accumulation
     self._max_grad_norm = max_grad_norm
+    self._constant = constant
     # Every stage's rules are judged now, not after hours of the first stage.
     self._paths = []
     sizes = freezing.parameter_sizes(model, wrt)
@@ -211,15 +215,17 @@ class Engine:
         optimizer=parts.read_optimizer(),
         window=None,
     )
-    frozen = parts.frozen.read()
+    frozen, constant = parts.frozen.read(), self._constant()
     if self._accumulation > 1:
       if self._window is None:
         self._window = _like_placed(
-            step_lib.empty_window(blueprint, state, frozen, batch, scalars),
+            step_lib.empty_window(
+                blueprint, state, frozen, batch, scalars, constant
+            ),
             self.model,
         )
       state = dataclasses.replace(state, window=self._window)
-    args = (state, frozen, batch, scalars, np.bool_(is_update))
+    args = (state, frozen, batch, scalars, np.bool_(is_update), constant)
     if jit:
       new, report = self._run_compiled(blueprint, args)
     else:
@@ -253,15 +259,17 @@ class Engine:
     compiled = self._compile(blueprint, args)
     # The step's buffers are donated: should its first run fail (memory, most
     # likely), the weights must not be lost with it.
-    raw = modules.raw_keys(args[0])
-    shardings = jax.tree.map(lambda x: x.sharding, raw)
-    backup = jax.device_get(raw)
+    backup = None
+    if _has_own_memory():
+      backup = _Backup(args[0])
+    else:
+      _check_room(compiled)
     try:
       new, report = compiled(*args)
       jax.block_until_ready(report)
     except jax.errors.JaxRuntimeError:
-      restored = jax.device_put(backup, shardings)
-      self._put_back(modules.typed_keys(restored, args[0]))
+      if backup is not None:
+        self._put_back(backup.restored())
       raise
     self._steps[key] = compiled
     return new, report
@@ -308,7 +316,7 @@ class Engine:
       )
       self._eval_step = (everything, jax.jit(step))
     everything, compiled = self._eval_step
-    return compiled(everything.read(), batch)
+    return compiled(everything.read(), batch, self._constant())
 
   # -- what it costs
 
@@ -368,6 +376,43 @@ class _Live:
         self._optimizer, jax.tree.leaves(state), strict=True
     ):
       variable.set_value(value)
+
+
+class _Backup:
+  """A copy of a step's state in the host's memory."""
+
+  def __init__(self, state: Any):
+    raw = modules.raw_keys(state)
+    self._like = state
+    self._shardings = jax.tree.map(lambda x: x.sharding, raw)
+    self._copy = jax.device_get(raw)
+
+  def restored(self) -> Any:
+    """The state, on its devices again."""
+    return modules.typed_keys(
+        jax.device_put(self._copy, self._shardings), self._like
+    )
+
+
+def _has_own_memory() -> bool:
+  """Whether the devices have memory beside the host's."""
+  return jax.default_backend() != "cpu"
+
+
+def _check_room(compiled: Any) -> None:
+  """Raises MemoryError where the host cannot have the memory of a step.
+
+  Where the host's memory is the device's, a backup would take what it is to
+  save. What is plainly too much is told before the step takes its buffers.
+  """
+  need = int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+  try:
+    np.empty(need, np.uint8)  # reserved, never touched
+  except MemoryError:
+    raise MemoryError(
+        f"the train step must find {need / 1e9:.1f} GB of memory, got less; "
+        "take a smaller batch with gradient accumulation, or fused_head=True"
+    ) from None
 
 
 def _signature(tree: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 from absl import logging
@@ -96,10 +97,14 @@ def assemble(
   ours = isinstance(strategy, strategy_lib.ProgressiveLogitStrategy)
   if ours:
     defaults = {"temperature": strategy.temperature, "alpha": strategy.alpha}
+    heads = _heads(strategy, student_model, teacher_model, section.fused_head)
     objective: Any = strategy_lib.LogitObjective(
-        strategy, kl_div_tau1=section.log_kl_div_tau1
+        strategy, kl_div_tau1=section.log_kl_div_tau1, heads=heads
     )
-    teacher = online.OnlineTeacher(strategy.teacher_logits)
+    teacher = online.OnlineTeacher(
+        functools.partial(strategy.teacher_output, heads=heads),
+        constant=None if heads is None else heads.teacher.path,
+    )
   else:
     _check_no_scalars(section.plan, strategy)
     defaults = {}
@@ -121,6 +126,7 @@ def assemble(
       wrt=wrt,
       accumulation=accumulation,
       max_grad_norm=section.max_grad_norm,
+      constant=teacher.constant,
   )
   return Assembly(
       student_model=student_model,
@@ -138,6 +144,21 @@ def assemble(
       ),
       reads_scalars=ours,
   )
+
+
+def _heads(
+    strategy: strategy_lib.ProgressiveLogitStrategy, student: nnx.Module,
+    teacher: nnx.Module, wanted: bool | None,
+) -> Any:
+  """The models' output heads; None where they are never fused with the loss."""
+  if wanted is False:
+    return None
+  try:
+    return strategy.heads(student, teacher, always=bool(wanted))
+  except ValueError:
+    if wanted:
+      raise
+    return None
 
 
 def _check_no_scalars(plan: stages.StagePlan, strategy: Any) -> None:

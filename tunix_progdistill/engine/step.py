@@ -11,7 +11,9 @@ update. A micro-batch whose loss or gradient is not finite adds nothing, and a
 window without a valid token updates nothing.
 
 Frozen leaves are arguments that nothing is differentiated with respect to: they
-cost no backward pass. Temperature, alpha and rate are arguments as well.
+cost no backward pass. Temperature, alpha and rate are arguments as well, and so
+is the constant: an array that every batch needs, such as the teacher's output
+head, and that travels with none.
 """
 
 from collections.abc import Callable
@@ -100,11 +102,11 @@ class Blueprint:
   sets_rate: bool
 
 
-def _loss(blueprint, trainable, frozen, mutable, batch, scalars):
+def _loss(blueprint, trainable, frozen, mutable, batch, scalars, constant):
   model = modules.merge(
       blueprint.graph, blueprint.paths, trainable, frozen, mutable
   )
-  out = blueprint.objective.train_terms(
+  out = blueprint.objective.with_constant(constant).train_terms(
       model, batch.teacher_output, batch.inputs, scalars, batch.weight
   )
   return out.total, (out, modules.extract(model, mutable))
@@ -112,12 +114,12 @@ def _loss(blueprint, trainable, frozen, mutable, batch, scalars):
 
 def empty_window(
     blueprint: Blueprint, state: StepState, frozen: Any,
-    batch: batches.Prepared, scalars: terms.StepScalars,
+    batch: batches.Prepared, scalars: terms.StepScalars, constant: Any,
 ) -> Window:
   """A window without a micro-batch, for gradients in float32."""
   _, (shapes, _) = jax.eval_shape(
       lambda *a: _loss(blueprint, *a),
-      state.trainable, frozen, state.mutable, batch, scalars,
+      state.trainable, frozen, state.mutable, batch, scalars, constant,
   )
   return Window(
       grads=jax.tree.map(
@@ -129,7 +131,10 @@ def empty_window(
 
 
 def make_train_step(blueprint: Blueprint) -> Callable[..., Any]:
-  """`step(state, frozen, batch, scalars, is_update) -> (state, Report)`."""
+  """`step(state, frozen, batch, scalars, is_update, constant)`.
+
+  It gives (state, Report).
+  """
 
   def step(
       state: StepState,
@@ -137,9 +142,12 @@ def make_train_step(blueprint: Blueprint) -> Callable[..., Any]:
       batch: batches.Prepared,
       scalars: terms.StepScalars,
       is_update: jax.Array,
+      constant: Any,
   ) -> tuple[StepState, Report]:
     differentiate = jax.value_and_grad(
-        lambda t: _loss(blueprint, t, frozen, state.mutable, batch, scalars),
+        lambda t: _loss(
+            blueprint, t, frozen, state.mutable, batch, scalars, constant
+        ),
         has_aux=True,
     )
     (total, (out, mutable)), grads = differentiate(state.trainable)
@@ -198,11 +206,15 @@ def _square_norm(tree: Any) -> jax.Array:
 
 def _update(blueprint, state, grads, count, scalars):
   """One optimizer update with the mean gradient grads / count."""
-  grads = jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
-  norm = jnp.sqrt(_square_norm(grads))
+  # The norm of the sums and one product: XLA keeps no copy of the gradient for
+  # them, as it would for the norm of the quotients.
+  scale = 1.0 / count
+  norm = jnp.sqrt(_square_norm(grads)) * scale
   if blueprint.max_grad_norm is not None:
-    scale = jnp.minimum(1.0, blueprint.max_grad_norm / jnp.maximum(norm, 1e-30))
-    grads = jax.tree.map(lambda g: g * scale, grads)
+    scale *= jnp.minimum(
+        1.0, blueprint.max_grad_norm / jnp.maximum(norm, 1e-30)
+    )
+  grads = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
   extra = {}
   if blueprint.sets_rate:
     extra["learning_rate"] = scalars.learning_rate
@@ -235,11 +247,15 @@ def _as(new: Any, old: Any) -> Any:
 def make_eval_step(
     objective: terms.Objective, graph: Any,
     paths: Mapping[str, tuple[Any, ...]],
-) -> Callable[[modules.Values, batches.Prepared], terms.LossTerms]:
-  """`step(values, batch) -> LossTerms`, the student in eval mode."""
+) -> Callable[[modules.Values, batches.Prepared, Any], terms.LossTerms]:
+  """`step(values, batch, constant) -> LossTerms`, the student in eval mode."""
 
-  def step(values: modules.Values, batch: batches.Prepared) -> terms.LossTerms:
+  def step(
+      values: modules.Values, batch: batches.Prepared, constant: Any
+  ) -> terms.LossTerms:
     model = modules.evaluating(modules.merge(graph, paths, values))
-    return objective.eval_terms(model, batch.teacher_output, batch.inputs)
+    return objective.with_constant(constant).eval_terms(
+        model, batch.teacher_output, batch.inputs
+    )
 
   return step

@@ -14,12 +14,14 @@ from tunix_progdistill.families import gemma
 from tunix_progdistill.families import gemma3
 from tunix_progdistill.families import gemma4
 from tunix_progdistill.families import generic
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import llama3
 from tunix_progdistill.families import qwen2
 from tunix_progdistill.families import qwen3
 
 Family = base.Family
+Head = heads.Head
 
 KNOWN = (
     gemma.FAMILY,

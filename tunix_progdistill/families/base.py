@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf as hf_lib
 
 
@@ -29,6 +30,7 @@ class Family:
     inputs: regexes of the parameters that are used before the first layer.
       Left trainable they would drag the backward pass through every frozen
       layer; a head that is tied to one of them is the same parameter.
+    head: tells where a model's output head lies; None where nobody knows.
     mend: context manager to hold while the model is traced.
     hf: its checkpoints in Hugging Face's form; None where that is not known.
   """
@@ -38,6 +40,7 @@ class Family:
   package: str = ""
   layers: str = "layers"
   inputs: tuple[str, ...] = (r"embedder/.*",)
+  head: Callable[[Any], heads.Head] | None = None
   mend: Callable[[nnx.Module], Any] = _no_mend
   hf: hf_lib.HuggingFace | None = None
 

@@ -5,6 +5,12 @@
 `(tokens, positions, cache, attention_mask) -> (logits, cache)`:
 
   ProgressiveLogitStrategy(forward, forward, next_token_labels)
+
+`hidden` is `forward` without the output head, for a loss that never makes the
+logits:
+
+  ProgressiveLogitStrategy(forward, forward, next_token_labels,
+                           student_hidden_fn=hidden, teacher_hidden_fn=hidden)
 """
 
 from flax import nnx
@@ -15,6 +21,8 @@ from jaxtyping import Bool
 from jaxtyping import Float
 from jaxtyping import Int
 from tunix.sft import utils as sft_utils
+
+from tunix_progdistill.families import heads
 
 
 def forward(
@@ -43,6 +51,30 @@ def forward(
       sft_utils.make_causal_attn_mask(mask),
   )
   return logits
+
+
+def hidden(
+    model: nnx.Module,
+    input_tokens: Int[Array, "B T"],
+    input_mask: Int[Array, "B T"] | Bool[Array, "B T"],
+    loss_mask: Array | None = None,
+) -> Float[Array, "B T D"]:
+  """What the model's output head turns into the logits of `forward`.
+
+  For a strategy's `student_hidden_fn` and `teacher_hidden_fn`.
+
+  Args:
+    model: a Tunix language model.
+    input_tokens: token ids.
+    input_mask: non-zero where a token is valid.
+    loss_mask: taken for `next_token_labels`; the model does not see it.
+
+  Raises:
+    ValueError: the model has no final norm of Tunix's name.
+  """
+  return heads.hidden_states(
+      model, lambda model: forward(model, input_tokens, input_mask, loss_mask)
+  )
 
 
 def next_token_labels(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix_progdistill.families import base
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 
@@ -204,6 +205,9 @@ FAMILY = base.Family(
     name="gemma",
     class_names=("Gemma",),
     package=_PACKAGE,
+    head=lambda model: heads.Head.of(
+        tied=True, softcap=model.final_logits_softcap
+    ),
     hf=hf.HuggingFace(
         model_types=("gemma", "gemma2"),
         loader="tunix.models.gemma.params_safetensors",

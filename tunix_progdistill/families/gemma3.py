@@ -9,6 +9,7 @@ from typing import Any
 
 from tunix_progdistill.families import base
 from tunix_progdistill.families import gemma
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 
@@ -178,6 +179,7 @@ FAMILY = base.Family(
     name="gemma3",
     class_names=("Gemma3",),
     package=_PACKAGE,
+    head=lambda model: heads.Head.of(tied=True),
     inputs=(r"embedder/.*", r"vision_encoder/.*"),
     hf=hf.HuggingFace(
         model_types=("gemma3_text", "gemma3"),

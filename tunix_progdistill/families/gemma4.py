@@ -13,6 +13,7 @@ from absl import logging
 from tunix_progdistill.families import base
 from tunix_progdistill.families import gemma
 from tunix_progdistill.families import gemma3
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 
@@ -294,6 +295,10 @@ FAMILY = base.Family(
     name="gemma4",
     class_names=("Gemma4",),
     package=_PACKAGE,
+    head=lambda model: heads.Head.of(
+        tied=True, softcap=model.config.final_logit_softcap,
+        dtype=model.config.dtype,
+    ),
     hf=hf.HuggingFace(
         model_types=("gemma4_text", "gemma4"),
         loader="tunix.models.gemma4.params_safetensors",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix_progdistill.families import base
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import rope
@@ -149,6 +150,7 @@ FAMILY = base.Family(
     name="llama3",
     class_names=("Llama3",),
     package=_PACKAGE,
+    head=lambda model: heads.Head.of(tied=model.config.weight_tying),
     mend=rope.theta_of_config,
     hf=hf.HuggingFace(
         model_types=("llama",),

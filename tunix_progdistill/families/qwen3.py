@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix_progdistill.families import base
+from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import llama3
@@ -53,6 +54,9 @@ FAMILY = base.Family(
     name="qwen3",
     class_names=("Qwen3",),
     package=_PACKAGE,
+    head=lambda model: heads.Head.of(
+        tied=model.config.use_tied_embedding, dtype=model.config.dtype
+    ),
     mend=rope.theta_of_config,
     hf=hf.HuggingFace(
         model_types=("qwen3",),

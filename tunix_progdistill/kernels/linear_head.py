@@ -17,20 +17,23 @@ only scales them. Teacher, labels, weights, temperature and alpha are constants.
 There is no second derivative.
 
 What it needs beside its results is the block: the logits of both models and G,
-3 x 2^25 float32 entries (0.4 GB) at most, or, with `vocabulary_tile`, as much
-of them as one tile of the vocabulary has. It pays for that with the product of
-student and head computed here instead of by the model; with tiles, both models'
-products are computed twice.
+3 x 2^25 float32 entries (0.4 GB; on a CPU 0.1 GB) at most, or, with
+`vocabulary_tile`, as much of them as one tile of the vocabulary has. With tiles
+both models' products are computed twice.
 """
 
+from collections.abc import Callable
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import ArrayLike
+from jaxtyping import Bool
 from jaxtyping import Float
 from jaxtyping import Int
 
@@ -42,7 +45,8 @@ from tunix_progdistill.kernels import heads
 
 Matrix = Float[Array, "V D"] | Float[Array, "D V"]
 
-# Entries of a block's logits: 128 MiB in float32.
+# Entries of a block's logits: 32 MiB in float32, on an accelerator 128 MiB.
+_ENTRIES_CPU = 2**23
 _ENTRIES = 2**25
 # More tokens than this do not make the products faster, fewer make them slow.
 _MOST_TOKENS = 256
@@ -98,7 +102,8 @@ def distillation(
     teacher_softcap: the same of the teacher.
     vocabulary: from this column on the heads are padding: logits of -inf in
       both models, gradient 0. None where all of V counts.
-    frozen_head: make no gradient of the student's head.
+    frozen_head: make no gradient of the student's head. Where nothing is
+      differentiated by the head, none is made anyhow.
     kl_div_tau1: also the KL at temperature 1.
     block_tokens: tokens of a block; None for `tokens_per_block(V)`.
     vocabulary_tile: columns of a tile; None takes a block's V as a whole. For
@@ -149,16 +154,80 @@ def distillation(
   return total, lax.stop_gradient(values)
 
 
+def token_values(
+    rule: Callable[..., Any],
+    student_hidden: Float[Array, "*N Ds"],
+    teacher_hidden: Float[Array, "*N Dt"],
+    student_head: Matrix,
+    teacher_head: Matrix,
+    *arrays: Array,
+    where: Bool[Array, "*N"],
+    student_layout: str = "vd",
+    teacher_layout: str = "vd",
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    block_tokens: int | None = None,
+) -> Any:
+  """`chunked.token_values` of logits that are never made as a whole.
+
+  Args:
+    rule: `(student logits, teacher logits, *arrays, where=)` of a block, to a
+      pytree of values per token.
+    student_hidden: as for `distillation`, and so on.
+    teacher_hidden: `[*N, Dt]`.
+    student_head: `[V, Ds]` or `[Ds, V]`.
+    teacher_head: `[V, Dt]` or `[Dt, V]`.
+    *arrays: `[*N]`, each.
+    where: handed to the rule.
+    student_layout: "vd" or "dv".
+    teacher_layout: "vd" or "dv".
+    student_softcap: c > 0, or None.
+    teacher_softcap: c > 0, or None.
+    block_tokens: tokens of a block; None for `tokens_per_block(V)`.
+
+  Returns:
+    The rule's pytree, each leaf `[*N]`; without gradient.
+
+  Raises:
+    ValueError: as `distillation`.
+  """
+  student = heads.Head("student", student_layout, student_softcap)
+  teacher = heads.Head("teacher", teacher_layout, teacher_softcap)
+  size = student.vocabulary(student_hidden, student_head)
+  heads.check(size, teacher.vocabulary(teacher_hidden, teacher_head))
+  student_head, teacher_head = map(
+      lax.stop_gradient, (student_head, teacher_head)
+  )
+
+  def logits(head, hidden, matrix, on):
+    flat = jnp.where(on[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
+    capped, _ = head.capped(head.product(flat, matrix))
+    return capped.reshape(*hidden.shape[:-1], size)
+
+  def block(s, t, *arrays, where):
+    return rule(
+        logits(student, s, student_head, where),
+        logits(teacher, t, teacher_head, where), *arrays, where=where,
+    )
+
+  return chunked.token_values(
+      block, student_hidden, teacher_hidden, *arrays, where=where,
+      block_tokens=block_tokens or tokens_per_block(size),
+  )
+
+
 def tokens_per_block(vocabulary: int) -> int:
   """How many tokens a block holds where nothing is said.
 
   Args:
     vocabulary: V.
 
-  >>> tokens_per_block(32_000), tokens_per_block(262_144)
-  (256, 128)
+  >>> tokens_per_block(32_000)
+  256
   """
-  return max(_FEWEST_TOKENS, min(_MOST_TOKENS, _ENTRIES // vocabulary))
+  cpu = jax.default_backend() == "cpu"
+  entries = _ENTRIES_CPU if cpu else _ENTRIES
+  return max(_FEWEST_TOKENS, min(_MOST_TOKENS, entries // vocabulary))
 
 
 # -- gradients made in the forward pass
@@ -170,7 +239,10 @@ def _distillation(plan, *arguments):
 
 
 def _distillation_fwd(plan, *arguments):
-  total, values, gradients = _distill(plan, True, *arguments)
+  head_is_asked_for = arguments[1].perturbed
+  if not head_is_asked_for:
+    plan = dataclasses.replace(plan, frozen_head=True)
+  total, values, gradients = _distill(plan, True, *(a.value for a in arguments))
   return (total, values), gradients
 
 
@@ -183,7 +255,9 @@ def _distillation_bwd(plan, gradients, cotangents):
   return (hidden, head, *[None] * 6)
 
 
-_distillation.defvjp(_distillation_fwd, _distillation_bwd)
+_distillation.defvjp(
+    _distillation_fwd, _distillation_bwd, symbolic_zeros=True
+)
 
 
 def _distill(

@@ -25,6 +25,11 @@ class ForeignObjective:
   def __init__(self, strategy: base_strategy.BaseStrategy):
     self._strategy = strategy
 
+  def with_constant(self, constant: Any) -> "ForeignObjective":
+    """Itself: it needs none."""
+    del constant
+    return self
+
   def train_terms(
       self,
       model: nnx.Module,

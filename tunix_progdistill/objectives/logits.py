@@ -8,6 +8,9 @@ factor tau^2 keeps the soft loss's gradient at one scale while tau changes.
 Source: Hinton, Vinyals, Dean 2015, https://arxiv.org/abs/1503.02531.
 """
 
+from collections.abc import Mapping
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -118,13 +121,13 @@ def train_terms(
   alpha = jnp.asarray(alpha)
   count = reduce.count(where)
   weights = reduce.mean(where.astype(jnp.float32), count) if mean else where
-  add = lambda x: jnp.sum(jnp.where(where, weights * x, 0.0))
   if top_k:
     kl = topk.renormalised_kl(
         student, teacher, k=top_k, temperature=temperature, where=where
     )
     ce = chunked.cross_entropy(student, labels, where=where)
     # A term of weight 0 must not be able to hurt: 0 * inf is NaN.
+    add = functools.partial(_weighted_sum, where, weights)
     weigh = lambda w, x: jnp.where(w > 0, w * add(x), 0.0)
     total = weigh(alpha, kl * temperature**2) + weigh(1.0 - alpha, ce)
     values = {"kl": kl, "ce": ce}
@@ -137,16 +140,31 @@ def train_terms(
         student, teacher, labels, temperature=temperature, alpha=alpha,
         weights=weights, label_ids=ids, kl_div_tau1=kl_div_tau1,
     )
-  sums = {k: add(v) for k, v in values.items()}
+  return as_terms(total, values, where, weights, temperature)
+
+
+def _weighted_sum(where, weights, values):
+  return jnp.sum(jnp.where(where, weights * values, 0.0))
+
+
+def as_terms(
+    total: jax.Array,
+    values: Mapping[str, Float[Array, "*N"]],
+    where: Bool[Array, "*N"],
+    weights: Bool[Array, "*N"] | Float[Array, "*N"],
+    temperature: ArrayLike,
+) -> terms.LossTerms:
+  """The loss's sums, from a kernel's total and its values per token."""
+  sums = {k: _weighted_sum(where, weights, v) for k, v in values.items()}
   parts = {
       "distill/soft_loss": sums["kl"] * temperature**2,
       "distill/hard_loss": sums["ce"],
       "distill/kl_div": sums["kl"],
   }
-  if kl_div_tau1:
+  if "kl_div_tau1" in sums:
     parts["distill/kl_div_tau1"] = sums["kl_div_tau1"]
   return terms.LossTerms(
-      total=total, count=count, parts=parts
+      total=total, count=reduce.count(where), parts=parts
   )
 
 
@@ -160,8 +178,15 @@ def eval_terms(
   """Student against teacher at tau = 1; `total` is the student's CE."""
   check_vocabularies(student, teacher)
   values = chunked.token_values(
-      _evaluate, student, teacher, labels, where=where
+      evaluate, student, teacher, labels, where=where
   )
+  return as_eval_terms(values, where)
+
+
+def as_eval_terms(
+    values: Mapping[str, Float[Array, "*N"]], where: Bool[Array, "*N"]
+) -> terms.LossTerms:
+  """The evaluation's sums, from `evaluate`'s values per token."""
   sums = {k: reduce.masked_sum(v, where) for k, v in values.items()}
   return terms.LossTerms(
       total=sums["distill/student_cross_entropy"],
@@ -170,7 +195,13 @@ def eval_terms(
   )
 
 
-def _evaluate(student, teacher, labels, *, where):
+def evaluate(
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    labels: Int[Array, "*N"] | Float[Array, "*N V"],
+    *,
+    where: Bool[Array, "*N"],
+) -> dict[str, Float[Array, "*N"]]:
   """Every measure of `eval_terms`, per token."""
   return {
       "distill/kl_div_tau1": reference.forward_kl(

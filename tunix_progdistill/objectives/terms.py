@@ -50,6 +50,9 @@ class LossTerms:
 class Objective(Protocol):
   """What the engine needs of a strategy."""
 
+  def with_constant(self, constant: Any) -> "Objective":
+    """Itself, with an array that every batch needs and that none carries."""
+
   def train_terms(
       self,
       model: nnx.Module,

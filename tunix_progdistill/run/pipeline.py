@@ -210,7 +210,8 @@ class _Run:
         self.models.student.model,
         self.models.teacher.model,
         strategy_lib.ProgressiveLogitStrategy(
-            lm.forward, lm.forward, lm.next_token_labels
+            lm.forward, lm.forward, lm.next_token_labels,
+            student_hidden_fn=lm.hidden, teacher_hidden_fn=lm.hidden,
         ),
         config.optimizer(),
         training,

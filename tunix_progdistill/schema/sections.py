@@ -138,6 +138,9 @@ class ProgressiveKeys:
       parameters, > 0; null does not clip.
     log_kl_div_tau1: also log the KL at temperature 1 at every update; it costs
       one more pass over the logits.
+    fused_head: fuse the output heads with the loss, so that no logits of the
+      whole batch are ever made; a little slower, and far less memory. null does
+      it on one device where they would take more than half of the memory.
   """
 
   stages: tuple[StageKeys, ...] = (StageKeys(),)
@@ -147,3 +150,4 @@ class ProgressiveKeys:
   updates_per_epoch: int | None = None
   max_grad_norm: float | None = None
   log_kl_div_tau1: bool = False
+  fused_head: bool | None = None

@@ -19,10 +19,15 @@ class OnlineTeacher:
 
   Args:
     outputs: `(teacher_model, inputs) -> what the objective takes`, traceable.
+    constant: path of a parameter that the objective takes beside them.
   """
 
-  def __init__(self, outputs: Callable[[nnx.Module, Mapping[str, Any]], Any]):
+  def __init__(
+      self, outputs: Callable[[nnx.Module, Mapping[str, Any]], Any],
+      constant: str | None = None,
+  ):
     self._outputs = outputs
+    self._constant = constant
     self._teacher: Any = None
     self._variables: Any = None
     self._run: Any = None
@@ -31,6 +36,12 @@ class OnlineTeacher:
     if teacher is not self._teacher:
       self._bind(teacher)
     return self._run(self._variables.read(), inputs)
+
+  def constant(self) -> jax.Array | None:
+    """The parameter's value, of the teacher that ran last."""
+    if self._constant is None or self._teacher is None:
+      return None
+    return modules.variable(self._teacher, self._constant).get_value()
 
   def _bind(self, teacher: nnx.Module) -> None:
     view = modules.evaluating(teacher)
