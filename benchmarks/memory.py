@@ -142,9 +142,10 @@ def main() -> int:
         "variant": variant, **found, "peak_ratio": found["peak_bytes"] / base,
     })
     print(
-        f"{variant:16} loaded {found['loaded_bytes'] / 1e9:5.2f} GB   peak "
-        f"{found['peak_bytes'] / 1e9:5.2f} GB   {rows[-1]['peak_ratio']:.2f}x   "
-        f"{found['wall_sec']:.0f} s", flush=True,
+        f"{variant:16} loaded {found['loaded_bytes'] / 1e9:5.2f} GB   "
+        f"peak {found['peak_bytes'] / 1e9:5.2f} GB   "
+        f"{rows[-1]['peak_ratio']:.2f}x   {found['wall_sec']:.0f} s",
+        flush=True,
     )
   measure.append(options.output, rows)
   failures = [

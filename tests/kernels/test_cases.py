@@ -1,4 +1,4 @@
-"""K01, K03, K04, K06-K08, K13, K15, K17, K18, K20, K21 in every kernel."""
+"""K01-K04, K06-K08, K13, K15, K17, K18, K20, K21 in every kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,58 @@ def test_k01_2_padding_of_another_tool(module, name, junk):
   assert float(loss) == pytest.approx(float(expected), abs=1e-6)
   assert np.isfinite(grad).all() and (np.asarray(grad)[1, 2:] == 0).all()
   assert np.abs(grad).max() > 1e-3
+
+
+@finite_path
+def test_k02_1_columns_of_padding_change_nothing(path):
+  rng = np.random.default_rng(5)
+  student, teacher = rng.normal(size=(2, 2, 8, 5)).astype(np.float32)
+  labels = rng.integers(0, 5, (2, 8))
+  where = np.ones((2, 8), bool)
+  where[:, 4:] = False
+  loss, grad = path(
+      student[:, :4], teacher[:, :4], labels[:, :4], where[:, :4], 2.0, 0.3
+  )
+  padded, grad_padded = path(student, teacher, labels, where, 2.0, 0.3)
+  assert padded == pytest.approx(loss, abs=1e-6)
+  np.testing.assert_allclose(grad_padded[:, :4], grad, atol=1e-6)
+  assert not grad_padded[:, 4:].any() and np.abs(grad).max() > 1e-3
+
+
+@finite_path
+def test_k02_2_a_prompt_has_no_gradient(path):
+  rng = np.random.default_rng(6)
+  student, teacher = rng.normal(size=(2, 1, 6, 5)).astype(np.float32)
+  labels, where = rng.integers(0, 5, (1, 6)), np.arange(6)[None] >= 3
+  loss, grad = path(student, teacher, labels, where, 2.0, 0.3)
+  assert not grad[:, :3].any() and np.abs(grad[:, 3:]).max() > 1e-3
+  teacher[:, :3] *= -7.0
+  assert path(student, teacher, labels, where, 2.0, 0.3)[0] == loss
+
+
+@every_path
+def test_k17_1_other_vocabularies_are_told(path):
+  s, t = np.zeros((2, 3, 3), np.float32), np.zeros((2, 3, 5), np.float32)
+  labels, where = np.zeros((2, 3), np.int32), np.ones((2, 3), bool)
+  with pytest.raises(ValueError, match=r"2, 3, 3\).*got \(2, 3, 5\)") as e:
+    path(s, t, labels, where)
+  assert "cut or pad one" in str(e.value) and "\n" not in str(e.value)
+
+
+@finite_path
+@pytest.mark.parametrize(
+    ("labels", "where", "match"),
+    [
+        (np.zeros((2, 2), np.int32), np.ones((2, 3), bool), "labels must"),
+        (np.zeros((2, 3), np.float32), np.ones((2, 3), bool), "labels must"),
+        (np.zeros((2, 3), np.int32), np.ones((2, 1), bool), "weights must"),
+    ],
+    ids=["fewer labels", "labels that are no ids", "a mask per row"],
+)
+def test_arrays_that_do_not_fit_are_told(path, labels, where, match):
+  s = np.zeros((2, 3, 3), np.float32)
+  with pytest.raises(ValueError, match=match):
+    path(s, s, labels, where)
 
 
 @finite_path

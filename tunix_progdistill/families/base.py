@@ -45,9 +45,11 @@ class Family:
   hf: hf_lib.HuggingFace | None = None
 
   def is_mine(self, model: nnx.Module) -> bool:
-    kind = type(model)
-    return kind.__name__ in self.class_names and kind.__module__.startswith(
-        self.package
+    """By its class, or by one that it derives from, as adapters make it."""
+    return any(
+        kind.__name__ in self.class_names
+        and kind.__module__.startswith(self.package)
+        for kind in type(model).__mro__
     )
 
   def model_class(self) -> Any:

@@ -71,8 +71,10 @@ _LOCK = threading.RLock()
 def theta_of_config(model: nnx.Module) -> Iterator[None]:
   """Holds `apply_rope`'s default at `model.config.rope_theta`."""
   theta = base.rope_theta(model)
-  module = sys.modules[type(model).__module__]
-  function: Any = getattr(module, "apply_rope", lambda: None)
+  modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+  function: Any = next(
+      (m.apply_rope for m in modules if hasattr(m, "apply_rope")), lambda: None
+  )
   names = list(inspect.signature(function).parameters)
   if theta is None or "rope_theta" not in names:
     yield

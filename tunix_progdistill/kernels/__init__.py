@@ -7,11 +7,13 @@
   pmapped      rows spread over devices by `jax.pmap`
   topk         over a teacher's k largest entries
   similarity   correlation and agreement
+  labels       one-hot rows, told by their ids
   reduce       from values per token to (sum, count)
 """
 
 from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import closed_form
+from tunix_progdistill.kernels import labels
 from tunix_progdistill.kernels import linear_head
 from tunix_progdistill.kernels import pmapped
 from tunix_progdistill.kernels import reduce
@@ -21,6 +23,6 @@ from tunix_progdistill.kernels import similarity
 from tunix_progdistill.kernels import topk
 
 __all__ = [
-    "chunked", "closed_form", "linear_head", "pmapped", "reduce", "reference",
-    "sharded", "similarity", "topk",
+    "chunked", "closed_form", "labels", "linear_head", "pmapped", "reduce",
+    "reference", "sharded", "similarity", "topk",
 ]

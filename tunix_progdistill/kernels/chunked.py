@@ -31,6 +31,7 @@ from tunix_progdistill.kernels import blocks
 from tunix_progdistill.kernels import closed_form
 from tunix_progdistill.kernels import labels as one_hot
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import shapes
 
 Weights = Bool[Array, "*N"] | Float[Array, "*N"]
 
@@ -48,6 +49,7 @@ def forward_kl(
     block_tokens: int | None = None,
 ) -> Float[Array, "*N"]:
   """`reference.forward_kl`, a block at a time."""
+  shapes.check(student, teacher=teacher, tokens=where)
   return _divergence(
       closed_form.forward_kl, student, teacher, where, block_tokens,
       temperature,
@@ -63,6 +65,7 @@ def reverse_kl(
     block_tokens: int | None = None,
 ) -> Float[Array, "*N"]:
   """`reference.reverse_kl`, a block at a time."""
+  shapes.check(student, teacher=teacher, tokens=where)
   return _divergence(
       closed_form.reverse_kl, student, teacher, where, block_tokens,
       temperature,
@@ -79,6 +82,7 @@ def jsd(
     block_tokens: int | None = None,
 ) -> Float[Array, "*N"]:
   """`reference.jsd`, a block at a time."""
+  shapes.check(student, teacher=teacher, tokens=where)
   return _divergence(
       closed_form.jsd, student, teacher, where, block_tokens, temperature, beta
   )
@@ -92,6 +96,7 @@ def mse(
     block_tokens: int | None = None,
 ) -> Float[Array, "*N"]:
   """`reference.mse`, a block at a time."""
+  shapes.check(student, teacher=teacher, tokens=where)
   return _divergence(closed_form.mse, student, teacher, where, block_tokens)
 
 
@@ -103,6 +108,7 @@ def cross_entropy(
     block_tokens: int | None = None,
 ) -> Float[Array, "*N"]:
   """`reference.cross_entropy`, a block at a time."""
+  shapes.check(logits, tokens=where, labels=labels)
   return _divergence(
       closed_form.cross_entropy, logits, labels, where, block_tokens
   )
@@ -149,6 +155,7 @@ def distillation(
   >>> f"{total:.4f} {values['kl'][0]:.4f} {values['ce'][0]:.4f}"
   '0.6109 0.1233 1.0986'
   """
+  shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
   total, values = _distillation(
       (kl_div_tau1, block_tokens), student, teacher,
       _labels(labels, label_ids, student.shape), weights.astype(jnp.float32),

@@ -152,9 +152,16 @@ def jsd(
 
 
 def _along(q: Block, u: Block) -> Block:
-  """q (u - sum q u): softmax's Jacobian times u, 0 where q is."""
-  qu = jnp.where(q != 0, q * jnp.where(q != 0, u, 0.0), 0.0)
-  return qu - q * jnp.sum(qu, axis=-1, keepdims=True)
+  """q (u - sum q u): softmax's Jacobian times u, 0 where q is.
+
+  A shift of u changes nothing. Counted from its value at the largest q, no
+  digits are lost there, where q is nearly all of the sum.
+  """
+  u = jnp.where(q != 0, u, 0.0)
+  most = q == by_strips(q, jnp.maximum, jnp.max)
+  here = by_strips(jnp.where(most, u, -jnp.inf), jnp.maximum, jnp.max)
+  u = jnp.where(q != 0, u - jnp.where(jnp.isfinite(here), here, 0.0), 0.0)
+  return q * (u - by_strips(q * u, jnp.add, jnp.sum))
 
 
 def mse(student: Block, teacher: Block) -> ValueAndGrad:

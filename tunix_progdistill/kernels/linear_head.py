@@ -42,6 +42,7 @@ from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import closed_form
 from tunix_progdistill.kernels import head_tiles
 from tunix_progdistill.kernels import heads
+from tunix_progdistill.kernels import shapes
 
 Matrix = Float[Array, "V D"] | Float[Array, "D V"]
 
@@ -136,6 +137,11 @@ def distillation(
       vocabulary=vocabulary, block_tokens=block_tokens,
       vocabulary_tile=vocabulary_tile,
   )
+  lead = student_hidden.shape[:-1]
+  shapes.check_tokens(
+      lead, weights=weights, teacher_hidden=teacher_hidden[..., 0]
+  )
+  shapes.check_ids(lead, labels)
   plan = heads.Plan(
       student, teacher,
       jnp.promote_types(student_hidden.dtype, student_head.dtype), size,
@@ -143,7 +149,6 @@ def distillation(
       block_tokens or tokens_per_block(size),
       min(vocabulary_tile, size) if vocabulary_tile else None,
   )
-  lead = student_hidden.shape[:-1]
   flat = lambda x: x.reshape(math.prod(lead), x.shape[-1])
   total, values = _distillation(
       plan, flat(student_hidden), student_head, flat(teacher_hidden),
@@ -195,6 +200,10 @@ def token_values(
   teacher = heads.Head("teacher", teacher_layout, teacher_softcap)
   size = student.vocabulary(student_hidden, student_head)
   heads.check(size, teacher.vocabulary(teacher_hidden, teacher_head))
+  shapes.check_tokens(
+      student_hidden.shape[:-1], where=where,
+      teacher_hidden=teacher_hidden[..., 0],
+  )
   student_head, teacher_head = map(
       lax.stop_gradient, (student_head, teacher_head)
   )

@@ -29,6 +29,7 @@ from jaxtyping import Int
 
 from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import shapes
 
 AXIS = "batch"
 
@@ -92,6 +93,7 @@ def distillation_value_and_grad(
     The loss, float32 [], 0 where no token counts, and its gradient by the
     student's logits, in their shape and dtype.
   """
+  shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
   devices = tuple(devices or jax.local_devices())
   arrays = split((student, teacher, labels, weights), len(devices))
   scalars = (

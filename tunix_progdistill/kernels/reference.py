@@ -14,6 +14,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import shapes
 
 # Below this |log q - log p| the direct form q - p - p*d loses its digits.
 _NEAR = 0.1
@@ -87,6 +88,7 @@ def forward_kl(
   >>> float(forward_kl(s, t, where=jnp.array([True]))[0])  # doctest: +ELLIPSIS
   0.91298...
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   shape = where.shape
   flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
   values = jax.vmap(_kl_token, in_axes=(0, 0, None))(
@@ -154,6 +156,7 @@ def jsd(
 
   Source: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
   values = jax.vmap(_jsd_token, in_axes=(0, 0, None, None))(
       flat(student), flat(teacher), temperature,
@@ -190,6 +193,7 @@ def mse(
 
   Source: Ba and Caruana 2014, https://arxiv.org/abs/1312.6184.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
   values = jax.vmap(_mse_token)(flat(student), flat(teacher))
   return jnp.where(where, values.reshape(where.shape), 0.0)
@@ -217,6 +221,7 @@ def cross_entropy(
   >>> f"{cross_entropy(s, jnp.array([0]), where=on)[0]:.5f}"
   '1.55144'
   """
+  shapes.check(logits, tokens=where, labels=labels)
   log_q = jax.nn.log_softmax(reduce.blank(logits, where))
   if labels.ndim == logits.ndim:
     rows = jnp.where(where[..., None], labels.astype(jnp.float32), 0.0)

@@ -38,6 +38,7 @@ from tunix_progdistill.kernels import blocks
 from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import closed_form
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import shapes
 
 _P = jax.sharding.PartitionSpec
 
@@ -86,6 +87,7 @@ def distillation(
     ValueError: axes that the mesh does not have, or the same one twice, or that
       are not of type Auto.
   """
+  shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
   layout = _Layout(mesh, batch_axis, vocab_axis)
   total, values = _distillation(
       (layout, kl_div_tau1, block_tokens), student, teacher, labels,
@@ -127,6 +129,7 @@ def forward_kl(
     ValueError: axes that the mesh does not have, or the same one twice, or that
       are not of type Auto.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   layout = _Layout(mesh, batch_axis, vocab_axis)
   return _forward_kl(
       (layout, block_tokens), student, teacher, where,

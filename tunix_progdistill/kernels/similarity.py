@@ -7,6 +7,7 @@ from jaxtyping import Bool
 from jaxtyping import Float
 
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import shapes
 
 
 def correlation(
@@ -25,6 +26,7 @@ def correlation(
   Returns:
     `[*N]` float32 in [-1, 1]; 0 outside `where` and where a vector is constant.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   centre = lambda x: x - jnp.mean(x, axis=-1, keepdims=True)
   s = centre(reduce.blank(student, where))
   t = centre(reduce.blank(teacher, where))
@@ -45,6 +47,7 @@ def topk_correlation(
   Where the teacher is sure, nearly all of a vocabulary is noise, and the
   correlation over the whole of it ranks students wrongly.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   teacher = reduce.blank(teacher, where)
   student = reduce.blank(student, where)
   top, index = jax.lax.top_k(teacher, min(k, teacher.shape[-1]))
@@ -60,6 +63,7 @@ def top1_agreement(
     where: Bool[Array, "*N"],
 ) -> Float[Array, "*N"]:
   """1 where both models' most likely token is the same, else 0."""
+  shapes.check(student, teacher=teacher, tokens=where)
   same = jnp.argmax(reduce.blank(student, where), axis=-1) == jnp.argmax(
       reduce.blank(teacher, where), axis=-1
   )

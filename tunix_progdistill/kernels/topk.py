@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.kernels import reference
+from tunix_progdistill.kernels import shapes
 
 
 def renormalised_kl(
@@ -31,6 +32,7 @@ def renormalised_kl(
   This is Tunix's `distill_top_k`: a divergence between the two truncated
   distributions, not a bound on the full one.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   # Before top_k, for NaN in a masked row would order arbitrarily.
   teacher = reduce.blank(teacher, where)
   student = reduce.blank(student, where)
@@ -63,6 +65,7 @@ def tail_kl(
   Returns:
     `[*N]` float32, 0 <= KL <= `reference.forward_kl`, 0 outside `where`.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   student = reduce.blank(student, where) / temperature
   teacher = reduce.blank(teacher, where) / temperature
   _, index = jax.lax.top_k(teacher, k)
@@ -92,6 +95,7 @@ def stored_tail_kl(
   Returns:
     `[*N]` float32, >= 0, 0 outside `where`.
   """
+  shapes.check(student, tokens=where)
   student = reduce.blank(student, where) / temperature
   known = (index >= 0) & where[..., None]
   log_p = jnp.where(known, teacher_log_p.astype(jnp.float32), -jnp.inf)

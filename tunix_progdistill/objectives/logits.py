@@ -23,6 +23,7 @@ from tunix_progdistill.kernels import chunked
 from tunix_progdistill.kernels import labels as one_hot
 from tunix_progdistill.kernels import reduce
 from tunix_progdistill.kernels import reference
+from tunix_progdistill.kernels import shapes
 from tunix_progdistill.kernels import similarity
 from tunix_progdistill.kernels import topk
 from tunix_progdistill.objectives import terms
@@ -42,17 +43,8 @@ def label_ids(
   Raises:
     ValueError: labels that do not fit the logits.
   """
-  if labels.shape == logits.shape:
-    return one_hot.ids(labels)
-  if labels.shape == logits.shape[:-1] and jnp.issubdtype(
-      labels.dtype, jnp.integer
-  ):
-    return labels
-  raise ValueError(
-      "labels must be ids [B, T] or rows [B, T, V] for logits "
-      f"{logits.shape}, got {labels.dtype}{labels.shape}; "
-      "mend labels_fn"
-  )
+  shapes.check(logits, labels=labels)
+  return one_hot.ids(labels) if labels.shape == logits.shape else labels
 
 
 def valid_tokens(
@@ -72,16 +64,6 @@ def valid_tokens(
       )
     where = where & (loss_mask != 0)
   return where
-
-
-def check_vocabularies(student: jax.Array, teacher: jax.Array) -> None:
-  """Raises ValueError unless the two logits have one shape."""
-  if student.shape != teacher.shape:
-    raise ValueError(
-        "student and teacher logits must have one shape, got "
-        f"{student.shape} and {teacher.shape}; give both models the same "
-        "vocabulary and the same tokens"
-    )
 
 
 def train_terms(
@@ -116,7 +98,7 @@ def train_terms(
     `total`, and the parts `distill/soft_loss`, `distill/hard_loss`,
     `distill/kl_div` (at tau, without tau^2), `distill/kl_div_tau1`.
   """
-  check_vocabularies(student, teacher)
+  shapes.check(student, teacher=teacher)
   teacher = jax.lax.stop_gradient(teacher)
   alpha = jnp.asarray(alpha)
   count = reduce.count(where)
@@ -176,7 +158,7 @@ def eval_terms(
     where: Bool[Array, "*N"],
 ) -> terms.LossTerms:
   """Student against teacher at tau = 1; `total` is the student's CE."""
-  check_vocabularies(student, teacher)
+  shapes.check(student, teacher=teacher)
   values = chunked.token_values(
       evaluate, student, teacher, labels, where=where
   )
