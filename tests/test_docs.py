@@ -49,13 +49,29 @@ def test_quickstart_improves():
   assert re.search(r"^39,584 -> 20,832 parameters$", out, flags=re.M)
 
 
-@pytest.mark.parametrize("path", _DOCS, ids=lambda p: p.name)
-def test_snippets_of_the_docs_run(path):
-  for snippet in _blocks(path, "python"):
-    out = _run(["-c", snippet])
-    kl = [float(x) for x in re.findall(r"'([\d.]+)'", out)]
-    assert len(kl) == 4
-    assert kl[-1] < kl[0]
+def test_snippet_from_a_script_runs():
+  (snippet,) = _blocks(_ROOT / "docs" / "from_a_script.md", "python")
+  out = _run(["-c", snippet])
+  kl = [float(x) for x in re.findall(r"'([\d.]+)'", out)]
+  assert len(kl) == 4
+  assert kl[-1] < kl[0]
+
+
+def test_snippets_of_the_kernels_run():
+  by_hand, fused = _blocks(_ROOT / "docs" / "kernels.md", "python")
+  one, other = _run(["-c", by_hand]).splitlines()
+  assert re.fullmatch(r"[\d.]+ [\d.]+", one)
+  assert other == one
+  assert _run(["-c", fused]) == "True\n"
+
+
+def test_tables_are_those_of_the_results():
+  """A number of README or docs is printed by a script of the project."""
+  speed, heads, memory = _run(["benchmarks/tables.py"]).strip().split("\n\n")
+  readme = (_ROOT / "README.md").read_text()
+  assert speed in readme
+  assert memory in readme
+  assert heads in (_ROOT / "docs" / "kernels.md").read_text()
 
 
 def test_commands_of_readme_and_docs_run(tmp_path):
@@ -65,6 +81,7 @@ def test_commands_of_readme_and_docs_run(tmp_path):
   for path in (
       _ROOT / "docs" / "from_a_yaml.md",
       _ROOT / "docs" / "reading_the_report.md",
+      _ROOT / "docs" / "kernels.md",
       _ROOT / "README.md",
   ):
     for block in _blocks(path, "console"):

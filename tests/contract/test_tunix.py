@@ -244,6 +244,21 @@ def _model_class(family, name):
   return check
 
 
+def _head_is_told(family, name, *told):
+  def check():
+    module = importlib.import_module(f"tunix.models.{family}.model")
+    call = inspect.getsource(getattr(module, name).__call__)
+    after = call[re.search(r"x = self\.final_norm\(x\)", call).end():]
+    assert re.search(r"logits = self\.embedder\.decode\(x\)", after)
+    assert all(t in after for t in told)
+    untied = "use_tied_embedding" in call or "weight_tying" in call
+    assert ("self.lm_head(x)" in after) == untied
+    decode = inspect.getsource(module.Embedder.decode)
+    return "self.input_embedding.value" in decode
+
+  return check
+
+
 def _gemma3_kinds():
   model = toys.gemma3_model()
   kinds = [layer.attn.attn_type.name for layer in model.layers]
@@ -747,6 +762,22 @@ TABLE = [
         for family, name in (
             ("gemma", "Gemma"), ("gemma3", "Gemma3"), ("gemma4", "Gemma4"),
             ("llama3", "Llama3"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"),
+        )
+    ),
+    *(
+        Line(
+            f"tunix.models.{family}.model.{name}", f"families.{family}",
+            "turn what final_norm gives into logits by the embedding or by "
+            f"lm_head, and tell the rest of the head by {', '.join(told)}",
+            _head_is_told(family, name, *told),
+        )
+        for family, name, told in (
+            ("gemma", "Gemma", ["self.final_logits_softcap"]),
+            ("gemma3", "Gemma3", []),
+            ("gemma4", "Gemma4", ["config.final_logit_softcap"]),
+            ("llama3", "Llama3", ["config.weight_tying"]),
+            ("qwen2", "Qwen2", ["config.use_tied_embedding"]),
+            ("qwen3", "Qwen3", ["config.use_tied_embedding"]),
         )
     ),
     *(

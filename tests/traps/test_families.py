@@ -1,12 +1,14 @@
 """What the model families need, and what Tunix's code of them gets wrong."""
 
 import inspect
+import warnings
 
 from flax import nnx
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import qwix
 from tunix.models.gemma3 import model as gemma3
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
@@ -98,6 +100,25 @@ def test_rope_theta_of_the_config_is_used(monkeypatch, name, remat):
   np.testing.assert_allclose(
       strategy.teacher_logits(other, _INPUTS),
       _reference(monkeypatch, name, other, 500_000), atol=2e-5,
+  )
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_a_model_with_adapters_stays_in_its_family(monkeypatch, name):
+  """qwix hands back a class of its own: its theta would be the default."""
+  plain = _model(name)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    adapted = qwix.apply_lora_to_model(
+        plain, qwix.LoraProvider(module_path=".*q_proj", rank=2, alpha=2.0),
+        **plain.get_model_input(), rngs=nnx.Rngs(0),
+    )
+  assert type(adapted) is not type(plain)
+  assert families.of(adapted) is families.of(plain)
+  # A fresh adapter changes nothing.
+  expected = _reference(monkeypatch, name, plain, 10_000)
+  np.testing.assert_allclose(
+      _strategy().get_student_outputs(adapted, _INPUTS), expected, atol=2e-5
   )
 
 

@@ -36,7 +36,7 @@ def ids(rows: Num[Array, "*N V"]) -> Int[Array, "*N"]:
       return jnp.where(jnp.any(rows != 0, axis=-1), vocabulary, EMPTY)
     marks = (_ONE + closed_form.columns(rows.shape)).astype(jnp.float32)
     marks = jnp.where(rows == 1, marks, jnp.where(rows == 0, 0.0, jnp.nan))
-    total = closed_form.by_strips(marks, jnp.add, jnp.sum)[..., 0]
+    total = jnp.sum(marks, axis=-1)
     own = jnp.where(
         (total >= _ONE) & (total < 2 * _ONE), total - _ONE, float(vocabulary)
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
+import functools
 
 from flax import nnx
 import jax
@@ -37,23 +38,49 @@ def log_probs(
   return np.log(weight / weight.sum()).astype(np.float32)
 
 
-@nnx.jit
+@functools.partial(nnx.jit, static_argnums=3)
 def _sums(
-    model: nnx.Module, floor: jax.Array, batch: Mapping[str, jax.Array]
+    model: nnx.Module, floor: jax.Array, batch: Mapping[str, jax.Array],
+    head: families.Head | None,
 ) -> dict[str, jax.Array]:
-  with families.tracing(model):
-    logits = causal_lm.forward(model, **batch)
   labels = causal_lm.next_token_labels(**batch)
   where = labels >= 0
-  rows = jnp.broadcast_to(floor, logits.shape)
-  reference, reduce = kernels.reference, kernels.reduce
-  kl = reference.forward_kl(rows, logits, where=where)
-  ce = reference.cross_entropy(rows, labels, where=where)
-  return {
-      "kl_div_tau1": reduce.masked_sum(kl, where),
-      "cross_entropy": reduce.masked_sum(ce, where),
-      "count": reduce.count(where),
-  }
+
+  def rule(logits, labels, *, where):
+    rows = jnp.broadcast_to(floor, logits.shape)
+    return {
+        "kl_div_tau1": kernels.reference.forward_kl(rows, logits, where=where),
+        "cross_entropy": kernels.reference.cross_entropy(
+            rows, labels, where=where
+        ),
+    }
+
+  with families.tracing(model):
+    if head is None:
+      values = kernels.chunked.token_values(
+          rule, causal_lm.forward(model, **batch), labels, where=where
+      )
+    else:
+      hidden = head.cast(causal_lm.hidden(model, **batch))
+      matrix = head.matrix(model)
+      values = kernels.linear_head.token_values(
+          lambda _, *arrays, where: rule(*arrays, where=where),
+          hidden, hidden, matrix, matrix, labels, where=where,
+          student_layout=head.layout, teacher_layout=head.layout,
+          student_softcap=head.softcap, teacher_softcap=head.softcap,
+      )
+  reduce = kernels.reduce
+  sums = {k: reduce.masked_sum(v, where) for k, v in values.items()}
+  return sums | {"count": reduce.count(where)}
+
+
+def _head(model: nnx.Module) -> families.Head | None:
+  """The model's output head, where the logits need not be made for it."""
+  family = families.of(model)
+  if family.head is None or modules.device_count(model) > 1:
+    return None
+  head = family.head(model)
+  return None if head.fault(model) else head
 
 
 def floor(
@@ -70,14 +97,16 @@ def floor(
     log_p: float32 [V], see `log_probs`.
     held_out: batches; the means are over their valid target tokens.
   """
-  model = modules.evaluating(teacher)
+  model, head = modules.evaluating(teacher), _head(teacher)
   total: dict[str, float] = {}
   for batch in held_out:
     inputs = {
         k: jnp.asarray(batch[k])
         for k in ("input_tokens", "input_mask", "loss_mask")
     }
-    for key, value in _sums(model, jnp.asarray(log_p), inputs).items():
+    for key, value in _sums(
+        model, jnp.asarray(log_p), inputs, head
+    ).items():
       total[key] = total.get(key, 0.0) + float(value)
   count = max(total.pop("count", 0.0), 1.0)
   return {k: v / count for k, v in total.items()}

@@ -1,0 +1,93 @@
+"""Prints the tables of README.md and docs/kernels.md from the results.
+
+  python benchmarks/tables.py
+
+Of every row the newest measurement in benchmarks/results counts.
+"""
+
+import csv
+import pathlib
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+_NAMES = {
+    "drop-in": "one changed line, one-hot labels",
+    "chunked": "our trainer, integer labels",
+    "torch": "chunked PyTorch",
+}
+
+
+def newest(file: str, *keys: str) -> dict[tuple[str, ...], dict[str, str]]:
+  """The last row of a file for each value of `keys`."""
+  with open(RESULTS / file, encoding="utf-8", newline="") as f:
+    return {
+        tuple(row[k] for k in keys): row
+        for row in csv.DictReader(f) if row["platform"] == "cpu"
+    }
+
+
+def speed() -> str:
+  """CPU time and memory of value and gradient, by shape."""
+  rows = newest("kernels.csv", "kind", "vocabulary", "dtype", "variant")
+  shapes = sorted({
+      (int(v), d) for kind, v, d, _ in rows if kind == "logits"
+  }, key=lambda x: (x[0], x[1] != "float32"))
+  lines = [
+      "| 512 tokens x vocabulary | "
+      + " | ".join(_NAMES[n] for n in ("drop-in", "chunked"))
+      + " | temporaries | resident memory |",
+      "|---|---|---|---|---|",
+  ]
+  for vocabulary, dtype in shapes:
+    cell = lambda name, column, v=vocabulary, d=dtype: float(
+        rows["logits", str(v), d, name][column]
+    )
+    lines.append(
+        f"| {vocabulary:,} {dtype} | {cell('drop-in', 'cpu_ratio'):.1f}x "
+        f"| {cell('chunked', 'cpu_ratio'):.1f}x "
+        f"| {cell('chunked', 'temp_ratio'):.4f}x "
+        f"| {cell('chunked', 'resident_ratio'):.2f}x |"
+    )
+  return "\n".join(lines)
+
+
+def heads() -> str:
+  """The loss from hidden states and heads."""
+  rows = newest("kernels.csv", "kind", "tokens", "vocabulary", "variant")
+  lines = ["| tokens x vocabulary | CPU time | temporaries |", "|---|---|---|"]
+  for (kind, tokens, vocabulary, variant), row in rows.items():
+    if kind != "heads" or variant != "linear_head":
+      continue
+    time = f"{float(row['cpu_ratio']):.1f}x" if row["cpu_ratio"] else "-"
+    size = float(row["temp_bytes"])
+    base = float(rows[kind, tokens, vocabulary, "tunix"]["temp_bytes"])
+    lines.append(
+        f"| {int(tokens):,} x {int(vocabulary):,} | {time} "
+        f"| {size / 1e9:.2f} GB instead of {base / 1e9:.1f} GB |"
+    )
+  return "\n".join(lines)
+
+
+def memory() -> str:
+  """Peak memory of a training step."""
+  rows = newest("memory.csv", "dtype", "variant")
+  names = {
+      "tunix": "Tunix", "logits": "ours", "fused": "ours, `fused_head`",
+      "fused, stage 1": "ours, `fused_head`, 80 % frozen",
+  }
+  kinds = ("float32", "bfloat16")
+  lines = ["| variant | " + " | ".join(kinds) + " |", "|---|---|---|"]
+  for variant, name in names.items():
+    cells = [
+        f"{float(rows[k, variant]['peak_bytes']) / 1e9:.1f} GB "
+        f"({float(rows[k, variant]['peak_ratio']):.2f}x)" for k in kinds
+    ]
+    lines.append(f"| {name} | " + " | ".join(cells) + " |")
+  return "\n".join(lines)
+
+
+def main() -> None:
+  print("\n\n".join((speed(), heads(), memory())))
+
+
+if __name__ == "__main__":
+  main()
