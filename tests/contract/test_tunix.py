@@ -766,7 +766,8 @@ TABLE = [
     ),
     *(
         Line(
-            f"tunix.models.{family}.model.{name}", f"families.{family}",
+            f"tunix.models.{family}.model.{name}.__call__",
+            f"families.{family}",
             "turn what final_norm gives into logits by the embedding or by "
             f"lm_head, and tell the rest of the head by {', '.join(told)}",
             _head_is_told(family, name, *told),
