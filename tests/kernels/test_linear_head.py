@@ -350,6 +350,22 @@ def test_no_logits(tile):
 
 
 @modes
+def test_products_of_bfloat16_are_summed_in_float32(tile):
+  """Trap 29: the fast product, and the exact one."""
+  bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  text = jax.jit(jax.grad(
+      lambda *a: linear_head.distillation(
+          *a, jnp.zeros(16, jnp.int32), temperature=2.0, alpha=0.5,
+          weights=jnp.ones(16), vocabulary_tile=tile, block_tokens=8,
+      )[0], (0, 2),
+  )).lower(bf16(16, 8), bf16(16, 12), bf16(300, 8), bf16(300, 12)).as_text()
+  products = re.findall(r"dot_general.*: \((.*), (.*)\) -> (.*)", text)
+  assert len(products) >= 4
+  for left, right, out in products:
+    assert "bf16" in left and "bf16" in right and "xf32>" in out
+
+
+@modes
 def test_a_frozen_head_has_no_gradient(tile):
   """[V, D] is there as the parameter and what a loop is given of it only."""
   made = lambda **options: {
@@ -361,6 +377,8 @@ def test_a_frozen_head_has_no_gradient(tile):
       if re.search(r" = f32\[1009,8\]", line)
   }
   assert made(frozen_head=True) <= {"parameter", "get-tuple-element"}
+  # Nor has one that nothing is differentiated by.
+  assert made() <= {"parameter", "get-tuple-element"}
   zero = jax.grad(
       lambda head: linear_head.distillation(
           *_data(5, 300)[:2], head, *_data(5, 300)[3:5], temperature=1.0,

@@ -101,8 +101,8 @@ def test_join_undoes_split():
   jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
-def test_trap_psum_inside_what_is_differentiated():
-  """Why the local sum is differentiated: this gradient is 4 times too large."""
+def test_psum_inside_what_is_differentiated():
+  """Trap 14: this gradient is 4 times too large; ours is of the local sum."""
   x = jnp.arange(1.0, 5.0)
   inside = jax.pmap(
       jax.grad(lambda v: jax.lax.psum(v * v, "batch") / 4), axis_name="batch",

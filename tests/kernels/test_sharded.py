@@ -206,6 +206,7 @@ def _compiled(function, mesh, n, vocabulary):
 
 @pytest.mark.parametrize("shape", _MESHES[:2])
 def test_three_small_reductions_a_block_and_nothing_gathered(shape):
+  """Trap 13: a vocabulary that is spread stays where it is."""
   n, vocabulary, tokens = (16, 32), 4096, 8
   compiled = _compiled(
       jax.value_and_grad(
