@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping
-import functools
 
 from flax import nnx
 import jax
@@ -38,7 +37,7 @@ def log_probs(
   return np.log(weight / weight.sum()).astype(np.float32)
 
 
-@functools.partial(nnx.jit, static_argnums=3)
+@nnx.jit(static_argnums=3)
 def _sums(
     model: nnx.Module, floor: jax.Array, batch: Mapping[str, jax.Array],
     head: families.Head | None,
