@@ -31,6 +31,8 @@ def test_failed_first_step_loses_nothing(monkeypatch, accumulation):
     return run
 
   monkeypatch.setattr(engine_lib.Engine, "_compile", failing)
+  # As on an accelerator: beside the host's memory there is nothing to save in.
+  monkeypatch.setattr(engine_lib, "_has_own_memory", lambda: True)
   batches = toys.batches(6 * (accumulation or 1))
   with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
     trainer.train(batches)
@@ -45,6 +47,22 @@ def test_failed_first_step_loses_nothing(monkeypatch, accumulation):
   other.train(batches)
   for name, value in toys.parameters(trainer.model).items():
     np.testing.assert_array_equal(value, toys.parameters(other.model)[name])
+
+
+def test_a_step_that_cannot_have_its_memory_takes_nothing(monkeypatch):
+  """On a CPU it is told before the buffers are donated."""
+  trainer = toys.trainer()
+  before = toys.parameters(trainer.model)
+
+  def full(*args, **kwargs):
+    raise MemoryError
+
+  with monkeypatch.context() as patch:
+    patch.setattr(engine_lib.np, "empty", full)
+    with pytest.raises(MemoryError, match="the train step must find"):
+      trainer.engine.train_step(trainer._prepare(toys.batches(1)[0]), 0, True)
+  for name, value in toys.parameters(trainer.model).items():
+    np.testing.assert_array_equal(value, before[name])
 
 
 def test_only_the_current_stages_programs_are_kept():
