@@ -1,9 +1,10 @@
 """One run of a tiny staged distillation, for tests that kill it.
 
-  python -m tests.resume_worker FOLDER ACCUMULATION [KILL_AT_UPDATE]
+  python -m tests.resume_worker ADAPTER FOLDER ACCUMULATION [KILL_AT_UPDATE]
 
 Trains with a checkpoint at every update, sends itself SIGKILL at the start of
-the given update, or else writes the final weights to FOLDER/final.npz.
+the given update, or else writes the final weights to FOLDER/final.npz. ADAPTER
+is `trainer`, or `hook` for a stock trainer that a hook is attached to.
 """
 
 import os
@@ -52,10 +53,13 @@ def options() -> ocp.CheckpointManagerOptions:
   return ocp.CheckpointManagerOptions(save_interval_steps=1, max_to_keep=None)
 
 
-def make(folder: pathlib.Path, accumulation: int, **kwargs):
+def make(
+    folder: pathlib.Path, accumulation: int, adapter: str = "trainer", **kwargs
+):
   """A trainer over six updates in three stages, annealed, with dropout."""
   kwargs.setdefault("student", toys.Toy(seed=1, dropout=0.1))
-  return toys.trainer(
+  made = {"trainer": toys.trainer, "hook": toys.hooked}[adapter]
+  return made(
       progressive=tpd.ProgressiveConfig(
           plan=toys.plan(
               updates=(2, 2, 2), temperature=tpd.anneal(3.0, 1.0, "linear")
@@ -73,8 +77,10 @@ def data(accumulation: int):
   return toys.batches(6 * accumulation, ragged=True)
 
 
-def main(folder: str, accumulation: str, kill_at: str | None = None) -> None:
-  trainer = make(pathlib.Path(folder), int(accumulation))
+def main(
+    adapter: str, folder: str, accumulation: str, kill_at: str | None = None
+) -> None:
+  trainer = make(pathlib.Path(folder), int(accumulation), adapter)
   trainer.with_training_hooks(KillAt(int(kill_at) if kill_at else None))
   trainer.train(data(int(accumulation)), data(1)[:1])
   np.savez(pathlib.Path(folder) / "final.npz", **toys.parameters(trainer.model))

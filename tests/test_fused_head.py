@@ -162,8 +162,9 @@ def test_no_array_of_the_logits_size(fused_head):
   data = batches(1, shape)
   made.train(data)
   step, = made.engine._steps.values()
-  teacher = made._teacher._run.lower(
-      made._teacher._variables.read(), made._prepare(data[0]).inputs
+  teacher = made._staged.parts.teacher
+  teacher = teacher._run.lower(
+      teacher._variables.read(), made._prepare(data[0]).inputs
   ).compile()
   sizes = {
       np.prod(s) for program in (step, teacher) for s in arrays(program)

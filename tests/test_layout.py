@@ -11,8 +11,8 @@ _PACKAGE = pathlib.Path(__file__).parent.parent / "tunix_progdistill"
 _ROOMS = (
     "errors", "files", "kernels", "plan", "modules", "families", "freezing",
     "outputs", "teachers", "objectives", "strategy", "config", "monitor",
-    "engine", "trainer", "students", "weights", "data", "schema", "report",
-    "run", "cli",
+    "engine", "trainer", "hook", "students", "weights", "data", "schema",
+    "report", "run", "cli",
 )
 _BESIDE = {
     "students": ("errors", "families"),

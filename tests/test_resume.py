@@ -16,9 +16,9 @@ import tunix_progdistill as tpd
 _ROOT = pathlib.Path(__file__).parent.parent
 
 
-def _worker(folder, accumulation, kill_at=None):
+def _worker(adapter, folder, accumulation, kill_at=None):
   command = [
-      sys.executable, "-m", "tests.resume_worker", str(folder),
+      sys.executable, "-m", "tests.resume_worker", adapter, str(folder),
       str(accumulation),
   ] + ([str(kill_at)] if kill_at is not None else [])
   return subprocess.run(
@@ -27,20 +27,23 @@ def _worker(folder, accumulation, kill_at=None):
   )
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_killed_in_every_stage(tmp_path, accumulation):
+@pytest.mark.parametrize(
+    ("adapter", "accumulation"), [("trainer", 1), ("trainer", 3), ("hook", 3)]
+)
+def test_killed_in_every_stage(tmp_path, adapter, accumulation):
   """kill -9 in the first, second and third stage, each time resumed."""
   straight = tmp_path / "straight"
   killed = tmp_path / "killed"
-  done = _worker(straight, accumulation)
+  done = _worker("trainer", straight, accumulation)
   assert done.returncode == 0, done.stderr[-2000:]
+  folder = killed / "checkpoints" / ("progressive" * (adapter == "hook"))
   for update in (1, 3, 5):
-    dead = _worker(killed, accumulation, update)
+    dead = _worker(adapter, killed, accumulation, update)
     assert dead.returncode == -signal.SIGKILL, dead.stderr[-2000:]
     assert not (killed / "final.npz").exists()
-    steps = {int(p.name) for p in (killed / "checkpoints").glob("[0-9]*")}
+    steps = {int(p.name) for p in folder.glob("[0-9]*")}
     assert max(steps) == update
-  done = _worker(killed, accumulation)
+  done = _worker(adapter, killed, accumulation)
   assert done.returncode == 0, done.stderr[-2000:]
   expected = np.load(straight / "final.npz")
   found = np.load(killed / "final.npz")

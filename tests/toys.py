@@ -139,6 +139,37 @@ def trainer(
   )
 
 
+def stock(
+    *, student=None, teacher=None, optimizer: Any = None,
+    strategy_fn: Callable[[], Any] = strategy, **kwargs: Any,
+) -> distillation_trainer.DistillationTrainer:
+  """Tunix's own trainer over toys; keywords go to its `TrainingConfig`."""
+  import optax  # pylint: disable=g-import-not-at-top
+
+  kwargs.setdefault("eval_every_n_steps", 1000)
+  return distillation_trainer.DistillationTrainer(
+      Toy(seed=1) if student is None else student,
+      Toy(seed=0) if teacher is None else teacher,
+      strategy_fn(),
+      optax.set_to_zero() if optimizer is None else optimizer,
+      distillation_trainer.TrainingConfig(**kwargs),
+  )
+
+
+def hooked(
+    *, optimizer: Any = None, progressive: Any = None, **kwargs: Any
+) -> distillation_trainer.DistillationTrainer:
+  """Tunix's own trainer with a hook attached; keywords as in `trainer`."""
+  import optax  # pylint: disable=g-import-not-at-top
+
+  made = stock(**kwargs)
+  tpd.ProgressiveFreezingHook(
+      plan() if progressive is None else progressive,
+      optimizer=optax.adamw if optimizer is None else optimizer,
+  ).attach(made)
+  return made
+
+
 def history(trainer_, name: str, mode: str = "train") -> np.ndarray:
   """Everything that was logged under `name`."""
   return trainer_.metrics_logger.get_metric_history("", name, mode)

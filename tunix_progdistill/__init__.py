@@ -9,17 +9,20 @@ from tunix_progdistill import students
 from tunix_progdistill.config import ProgressiveConfig
 from tunix_progdistill.config import TrainingConfig
 from tunix_progdistill.families import causal_lm
+from tunix_progdistill.hook import ProgressiveFreezingHook
 from tunix_progdistill.plan import Stage
 from tunix_progdistill.plan import StagePlan
 from tunix_progdistill.plan import anneal
 from tunix_progdistill.strategy import ProgressiveLogitStrategy
 from tunix_progdistill.trainer import ProgressiveDistillationTrainer
+from tunix_progdistill.trainer import make_trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ProgressiveConfig",
     "ProgressiveDistillationTrainer",
+    "ProgressiveFreezingHook",
     "ProgressiveLogitStrategy",
     "Stage",
     "StagePlan",
@@ -27,5 +30,6 @@ __all__ = [
     "anneal",
     "causal_lm",
     "kernels",
+    "make_trainer",
     "students",
 ]

@@ -16,7 +16,10 @@ class ProgressiveConfig:
   """The progressive section.
 
   Attributes:
-    plan: the stages; a mapping is read as `StagePlan`'s fields.
+    enabled: False leaves everything to Tunix: `make_trainer` gives its own
+      trainer, and the hook attaches nothing.
+    plan: the stages; a mapping is read as `StagePlan`'s fields. None trains
+      everything in one stage.
     updates_per_epoch: optimizer updates in an epoch, or the training data
       itself if it has a length; only a plan that counts epochs needs it.
     max_grad_norm: clip of the gradient by its global norm over all trainable
@@ -30,7 +33,8 @@ class ProgressiveConfig:
       hidden functions; True insists on it, False never does it.
   """
 
-  plan: stages.StagePlan
+  enabled: bool = True
+  plan: stages.StagePlan = None  # type: ignore[assignment]  # set below
   updates_per_epoch: int | Sized | None = None
   max_grad_norm: float | None = None
   log_kl_div_tau1: bool = False
@@ -38,6 +42,18 @@ class ProgressiveConfig:
 
   def __post_init__(self):
     errors.plain_fields(self)
+    for field, words, kinds in (
+        ("enabled", "true or false", bool),
+        ("fused_head", "true, false or null", bool | None),
+    ):
+      value = getattr(self, field)
+      if not isinstance(value, kinds):
+        raise errors.invalid(
+            f"progressive.{field}", f"must be {words}", value, "leave it out"
+        )
+    if self.plan is None:
+      everything = stages.StagePlan(stages=(stages.Stage(),))
+      object.__setattr__(self, "plan", everything)
     if isinstance(self.plan, Mapping):
       plan = stages.StagePlan.from_mapping(self.plan)
       object.__setattr__(self, "plan", plan)
@@ -67,12 +83,6 @@ class ProgressiveConfig:
       raise errors.invalid(
           "progressive.max_grad_norm", "must be > 0", norm,
           "leave it out for no clipping",
-      )
-
-    if self.fused_head not in (None, False, True):
-      raise errors.invalid(
-          "progressive.fused_head", "must be true, false or null",
-          self.fused_head, "leave it out",
       )
 
   def epoch_updates(self, accumulation: int) -> int | None:
@@ -106,6 +116,8 @@ def as_progressive(value: Any) -> ProgressiveConfig | None:
         )
     plan = {k: v for k, v in value.items() if k in of_plan}
     rest = {k: v for k, v in value.items() if k in own}
+    if not plan and rest.get("enabled") is False:
+      return ProgressiveConfig(**rest)
     return ProgressiveConfig(
         plan=stages.StagePlan.from_mapping(plan), **rest
     )

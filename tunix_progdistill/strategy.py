@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from collections.abc import Mapping
-import dataclasses
+import copy
 from typing import Any
+from typing import Self
+import weakref
 
 from absl import logging
 import flax
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from tunix.distillation.strategies import logit
 
 from tunix_progdistill import errors
@@ -18,10 +19,14 @@ from tunix_progdistill import families
 from tunix_progdistill import modules
 from tunix_progdistill import outputs
 from tunix_progdistill.kernels import reduce
+from tunix_progdistill.kernels import shapes
 from tunix_progdistill.objectives import fused
 from tunix_progdistill.objectives import logits as logit_objective
 from tunix_progdistill.objectives import terms
 from tunix_progdistill.plan import schedules
+
+# The kernels of the loss.
+CHUNKED, TUNIX = "chunked", "tunix"
 
 
 @flax.struct.dataclass
@@ -48,8 +53,9 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
   every argument of Tunix's `LogitStrategy`, in its order.
 
   Under `ProgressiveDistillationTrainer` the plan's temperature and alpha win;
-  these are its defaults. In an unmodified Tunix trainer a schedule is driven
-  by the strategy's own count of training batches.
+  these are its defaults. In an unmodified Tunix trainer a schedule follows the
+  trainer's updates once `bind(trainer)` has been called, and until then the
+  strategy's own count of training batches.
 
   Args:
     student_forward_fn: `(model, **inputs) -> logits [B, T, V]`.
@@ -65,8 +71,10 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       of ours can fuse the heads with the loss and never make the logits: see
       `ProgressiveConfig.fused_head`.
     teacher_hidden_fn: likewise, for the teacher.
-    initial_update: in an unmodified trainer, the updates already done.
-    gradient_accumulation_steps: in an unmodified trainer, its setting.
+    kernel: "chunked" is ours. "tunix" is the parent's own loss, bit for bit:
+      padding counts, labels are rows, and the logits' temporaries are large.
+    initial_update: in an unmodified, unbound trainer, the updates already done.
+    gradient_accumulation_steps: likewise, its setting.
 
   Raises:
     ValueError: a value out of its range.
@@ -84,6 +92,7 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       loss_mask_fn: Callable[..., jax.Array] | None = None,
       student_hidden_fn: Callable[..., jax.Array] | None = None,
       teacher_hidden_fn: Callable[..., jax.Array] | None = None,
+      kernel: str = CHUNKED,
       initial_update: int = 0,
       gradient_accumulation_steps: int = 1,
   ):
@@ -94,6 +103,16 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       raise errors.invalid(
           "distill_top_k", "must be a whole number >= 0", distill_top_k,
           "0 uses the whole vocabulary",
+      )
+    if kernel not in (CHUNKED, TUNIX):
+      raise errors.invalid(
+          "kernel", f"must be {CHUNKED} or {TUNIX}", kernel,
+          f"leave it out for {CHUNKED}",
+      )
+    if kernel == TUNIX and loss_mask_fn is not None:
+      raise errors.invalid(
+          "loss_mask_fn", "must be left out with kernel='tunix', whose loss "
+          "counts every token", loss_mask_fn, "leave kernel out",
       )
     for field, value, least in (
         ("initial_update", initial_update, 0),
@@ -117,9 +136,11 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     self._loss_mask_fn = nnx.jit(loss_mask_fn) if loss_mask_fn else None
     self._student_hidden_fn = student_hidden_fn
     self._teacher_hidden_fn = teacher_hidden_fn
+    self._kernel = kernel
     self._initial_update = initial_update
     self._accumulation = gradient_accumulation_steps
     self._teacher_calls = 0
+    self._trainer: Callable[[], Any] = lambda: None
 
   @classmethod
   def adopt(cls, stock: logit.LogitStrategy) -> "ProgressiveLogitStrategy":
@@ -176,6 +197,10 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
           "the strategy's student_hidden_fn and teacher_hidden_fn", None,
           "pass causal_lm.hidden",
       )
+    if self._kernel == TUNIX:
+      raise fused.cannot(
+          "a kernel of ours", "kernel='tunix'", "leave kernel out"
+      )
     if self.distill_top_k:
       raise fused.cannot(
           "the whole vocabulary", f"distill_top_k={self.distill_top_k}",
@@ -229,11 +254,18 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
       scalars: terms.StepScalars,
       weight: jax.Array,
       kl_div_tau1: bool = False,
-      mean: bool = False,
   ) -> terms.LossTerms:
     """The loss of one micro-batch as sums; see `objectives.logits`."""
     student = self.get_student_outputs(model, inputs)
     labels = self._labels_fn(**inputs)
+    if self._kernel == TUNIX:
+      loss, metrics = self._parents_loss(
+          student, teacher_output, labels, scalars.temperature, scalars.alpha
+      )
+      return logit_objective.all_tokens(
+          loss, metrics, student, teacher_output, weight=weight,
+          kl_div_tau1=kl_div_tau1,
+      )
     ids = logit_objective.label_ids(student, labels)
     return logit_objective.train_terms(
         student,
@@ -245,7 +277,6 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         alpha=scalars.alpha,
         top_k=self.distill_top_k,
         kl_div_tau1=kl_div_tau1,
-        mean=mean,
     )
 
   def eval_terms(
@@ -266,49 +297,80 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
 
   # -- an unmodified Tunix trainer's view
 
-  def get_teacher_outputs(
-      self, teacher_model: nnx.Module, inputs: dict[str, jax.Array]
-  ) -> ScheduledOutput:
-    """Teacher logits and the scalars of the update that they belong to."""
+  def bind(self, trainer: Any) -> Self:
+    """Lets the schedules follow the updates of an unmodified trainer.
+
+    Exact at every update, with accumulation and after a resume, for the count
+    is the trainer's own.
+
+    Args:
+      trainer: Tunix's `DistillationTrainer` that this strategy was given to.
+
+    Raises:
+      ValueError: its strategy is another one.
+    """
+    if getattr(trainer, "strategy", None) is not self:
+      raise errors.invalid(
+          "trainer", "must have been made with this strategy",
+          type(trainer).__name__, "pass the strategy to its constructor",
+      )
+    self._trainer = weakref.ref(trainer)
+    return self
+
+  def _current_update(self) -> int:
+    if (trainer := self._trainer()) is not None:
+      return trainer.train_steps
     update = self._initial_update + self._teacher_calls // self._accumulation
     self._teacher_calls += 1
     if callable(self.temperature) or callable(self.alpha):
       logging.log_first_n(
           logging.WARNING,
           "temperature and alpha follow this strategy's own count of training "
-          "batches: pass gradient_accumulation_steps= where the trainer "
-          "accumulates, and initial_update= after a resume",
-          1,
+          "batches, and start again at initial_update=%d when the run is "
+          "resumed: call strategy.bind(trainer)", 1, self._initial_update,
       )
+    return update
+
+  def get_teacher_outputs(
+      self, teacher_model: nnx.Module, inputs: dict[str, jax.Array]
+  ) -> ScheduledOutput | jax.Array:
+    """Teacher logits and the scalars of the update that they belong to.
+
+    The logits alone where the parent's loss reads constants.
+    """
+    update = self._current_update()
+    logits = self.teacher_logits(teacher_model, inputs)
+    if self._kernel == TUNIX and not (
+        callable(self.temperature) or callable(self.alpha)
+    ):
+      return logits
     values = {}
     for field in ("temperature", "alpha"):
       value = schedules.evaluate(getattr(self, field), update)
       schedules.check_range(field, value)
       values[field] = jnp.float32(value)
-    return ScheduledOutput(
-        logits=self.teacher_logits(teacher_model, inputs), **values
-    )
+    return ScheduledOutput(logits=logits, **values)
 
   def get_train_loss(
       self,
       student_model: nnx.Module,
-      teacher_output: ScheduledOutput,
+      teacher_output: ScheduledOutput | jax.Array,
       inputs: dict[str, jax.Array],
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean over the valid tokens, and the parts as means."""
-    out = self.train_terms(
-        student_model,
-        teacher_output.logits,
-        inputs,
-        terms.StepScalars(
-            temperature=teacher_output.temperature,
-            alpha=teacher_output.alpha,
-            learning_rate=np.float32(0.0),
-        ),
-        jnp.float32(1.0),
-        mean=True,
+    if self._kernel == TUNIX or not isinstance(
+        teacher_output, ScheduledOutput
+    ):
+      student = self.get_student_outputs(student_model, inputs)
+      return self.compute_loss(
+          student, teacher_output, self._labels_fn(**inputs)
+      )
+    inputs = dict(inputs)
+    student = self.get_student_outputs(student_model, inputs)
+    return self._mean_loss(
+        student, teacher_output.logits, self._labels_fn(**inputs), inputs,
+        teacher_output.temperature, teacher_output.alpha,
     )
-    return out.total, dict(out.parts)
 
   def get_eval_loss(
       self, student_model: nnx.Module, inputs: dict[str, jax.Array]
@@ -318,6 +380,8 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
         self.get_student_outputs(student_model, inputs)
     )
     labels = self._labels_fn(**inputs)
+    if self._kernel == TUNIX:
+      return super().compute_eval_loss(student, labels)
     ids = logit_objective.label_ids(student, labels)
     where = self._where(ids, inputs)
     return self._task_loss(student, labels, where), {}
@@ -337,86 +401,60 @@ class ProgressiveLogitStrategy(logit.LogitStrategy):
     else:
       temperature = schedules.evaluate(self.temperature, self._initial_update)
       alpha = schedules.evaluate(self.alpha, self._initial_update)
-    ids = logit_objective.label_ids(student_output, labels)
-    out = logit_objective.train_terms(
-        student_output,
-        teacher_output,
-        labels,
-        ids=ids,
-        where=logit_objective.valid_tokens(ids),
-        temperature=jnp.float32(temperature),
-        alpha=jnp.float32(alpha),
-        top_k=self.distill_top_k,
-        mean=True,
+    if self._kernel == TUNIX:
+      return self._parents_loss(
+          student_output, teacher_output, labels, temperature, alpha
+      )
+    return self._mean_loss(
+        student_output, teacher_output, labels, None, temperature, alpha
     )
-    return out.total, dict(out.parts)
 
   def compute_eval_loss(
       self, student_output: jax.Array, labels: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Tunix's entry point on logits: cross-entropy over the valid tokens."""
+    if self._kernel == TUNIX:
+      return super().compute_eval_loss(student_output, labels)
     where = logit_objective.valid_tokens(
         logit_objective.label_ids(student_output, labels)
     )
     return self._task_loss(student_output, labels, where), {}
+
+  def _parents_loss(self, student, teacher, labels, temperature, alpha):
+    """`LogitStrategy.compute_loss` at this temperature and alpha."""
+    shapes.check(student, teacher=teacher, labels=labels)
+    if labels.shape != student.shape:
+      raise errors.invalid(
+          "labels_fn", "must give rows [B, T, V] with kernel='tunix'",
+          labels.shape, "use jax.nn.one_hot, or leave kernel out",
+      )
+    parent = copy.copy(self)
+    parent.temperature, parent.alpha = temperature, alpha
+    return logit.LogitStrategy.compute_loss(parent, student, teacher, labels)
+
+  def _mean_loss(self, student, teacher, labels, inputs, temperature, alpha):
+    """The mean over the valid tokens, with the metrics that Tunix gives."""
+    ids = logit_objective.label_ids(student, labels)
+    if inputs is None:  # logits alone: nothing to ask `loss_mask_fn` by
+      where = logit_objective.valid_tokens(ids)
+    else:
+      where = self._where(ids, inputs)
+    out = logit_objective.train_terms(
+        student,
+        teacher,
+        labels,
+        ids=ids,
+        where=where,
+        temperature=jnp.float32(temperature),
+        alpha=jnp.float32(alpha),
+        top_k=self.distill_top_k,
+        teacher_ce=True,
+        mean=True,
+    )
+    return out.total, dict(out.parts)
 
   def _task_loss(self, student, labels, where) -> jax.Array:
     values = logit_objective.chunked.cross_entropy(
         student, labels, where=where
     )
     return reduce.mean(reduce.masked_sum(values, where), reduce.count(where))
-
-
-@dataclasses.dataclass(frozen=True)
-class LogitObjective:
-  """A strategy as the engine's objective.
-
-  Attributes:
-    strategy: the strategy.
-    kl_div_tau1: whether the KL at temperature 1 is to be logged.
-    heads: of both models, where they may be fused with the loss.
-    teacher_head: the matrix of the teacher's.
-  """
-
-  strategy: ProgressiveLogitStrategy
-  kl_div_tau1: bool = False
-  heads: fused.Heads | None = None
-  teacher_head: jax.Array | None = None
-
-  def with_constant(self, constant: jax.Array | None) -> "LogitObjective":
-    """Itself, with the matrix of the teacher's output head."""
-    return dataclasses.replace(self, teacher_head=constant)
-
-  def _fused_terms(self, model, teacher_output, *args, **kwargs):
-    assert self.heads is not None and self.teacher_head is not None
-    teacher = fused.Side(
-        teacher_output.states, self.teacher_head, self.heads.teacher
-    )
-    return self.strategy.fused_terms(
-        model, teacher, self.heads.student, *args, **kwargs
-    )
-
-  def train_terms(
-      self,
-      model: nnx.Module,
-      teacher_output: jax.Array | outputs.Hidden,
-      inputs: Mapping[str, Any],
-      scalars: terms.StepScalars,
-      weight: jax.Array,
-  ) -> terms.LossTerms:
-    """See `ProgressiveLogitStrategy.train_terms` and `fused_terms`."""
-    rest = (inputs, scalars, weight, self.kl_div_tau1)
-    if isinstance(teacher_output, outputs.Hidden):
-      return self._fused_terms(model, teacher_output, *rest)
-    return self.strategy.train_terms(model, teacher_output, *rest)
-
-  def eval_terms(
-      self,
-      model: nnx.Module,
-      teacher_output: jax.Array | outputs.Hidden,
-      inputs: Mapping[str, Any],
-  ) -> terms.LossTerms:
-    """See `ProgressiveLogitStrategy.eval_terms` and `fused_terms`."""
-    if isinstance(teacher_output, outputs.Hidden):
-      return self._fused_terms(model, teacher_output, inputs)
-    return self.strategy.eval_terms(model, teacher_output, inputs)

@@ -333,7 +333,7 @@ def _names_of_models():
   )
 
 
-_TRAINER = "trainer"
+_TRAINER = "engine.loop"
 TABLE = [
     # -- the trainer's constructor
     Line(
@@ -399,6 +399,75 @@ TABLE = [
         lambda: _stock().with_gen_model_input_fn(
             lambda x: {"mine": x}
         ).gen_model_input_fn(1)["inputs"] == {"mine": 1},
+    ),
+    # -- an instance that the engine is lent to
+    Line(
+        "PeftTrainer.optimizer", "engine.attach",
+        "hold the transformation as tx, in MultiSteps where the config "
+        "accumulates and the loop does not",
+        lambda: isinstance(
+            _stock(gradient_accumulation_steps=2).optimizer.tx,
+            optax.MultiSteps,
+        ) == (not hasattr(_stock(), "grad_accumulator")),
+    ),
+    Line(
+        "PeftTrainer.loss_fn", "engine.attach",
+        "be the loss, as eval_loss_fn is the evaluation's, called with "
+        "gen_model_input_fn's result by name",
+        _says(_Peft._train_step, r"self\.gen_model_input_fn\(inputs\)",
+              r"self\.loss_fn", r"grad_fn\(model, .*\*\*inputs\)"),
+    ),
+    Line(
+        "PeftTrainer._prof", "engine.attach",
+        "count from initial_step to max_step of micro-batches",
+        _says(
+            _Peft.__init__, r"self\._prof = profiler\.Profiler\(",
+            r"initial_step=self\._iter_steps", r"max_step=max_step",
+            r"profiler_options=",
+        ),
+    ),
+    Line(
+        "profiler.Profiler", "engine.attach",
+        "take (initial_step, max_step, profiler_options)",
+        _takes(
+            profiler.Profiler.__init__, "self", "initial_step", "max_step",
+            "profiler_options",
+        ),
+    ),
+    Line(
+        "PeftTrainer._train_steps", "engine.attach",
+        "be set from maybe_restore, with _restored_custom_metadata, and "
+        "_iter_steps from it",
+        _says(
+            _Peft.__init__,
+            r"self\._train_steps, self\._restored_custom_metadata = ",
+            r"self\._iter_steps = self\._train_steps \*",
+        ),
+    ),
+    Line(
+        "PeftTrainer._lora_enabled", "engine.attach",
+        "say whether adapters alone train", lambda: not _stock()._lora_enabled,
+    ),
+    Line(
+        "PeftTrainer.clear_jit_cache", "engine.loop, engine.attach",
+        "be called where the loss changes",
+        _says(_Peft.with_loss_fn, r"self\.clear_jit_cache\(\)"),
+    ),
+    Line(
+        "PeftTrainer.close", "engine.attach",
+        "end train(), save, and close the manager",
+        _says(
+            _Peft.close, r"self\._save_last_checkpoint\(\)",
+            r"self\.checkpoint_manager\.close\(\)",
+        ),
+    ),
+    Line(
+        "strategies.BaseStrategy.post_process_models", "engine.attach",
+        "take and give (student_model, teacher_model)",
+        _takes(
+            base_strategy.BaseStrategy.post_process_models, "self",
+            "student_model", "teacher_model", exactly=True,
+        ),
     ),
     # -- the loop
     Line(
@@ -847,7 +916,7 @@ TABLE = [
         ).shape == {"fsdp": 2},
     ),
     Line(
-        "hooks.TrainingHooks", "run.watch",
+        "hooks.TrainingHooks", "run.watch, hook",
         "have on_train_start, on_train_end, on_train_step_start, "
         "on_train_step_end, on_eval_step_start and on_eval_step_end",
         lambda: hooks.TrainingHooks.__abstractmethods__ == {

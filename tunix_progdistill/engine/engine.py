@@ -168,6 +168,10 @@ class Engine:
     self._live = None
     self._steps = {}  # other stages' programs hold memory and end here
 
+  def forget_programs(self) -> None:
+    """Compiles anew at the next step: the objective's functions changed."""
+    self._steps, self._eval_step = {}, None
+
   def record(self, event: state_lib.Event) -> None:
     """Appends an event to the run's state; it takes effect at its update."""
     self.run_state = self.run_state.append(event)
@@ -199,6 +203,7 @@ class Engine:
         alpha=np.float32(values.alpha),
         learning_rate=np.float32(values.learning_rate or 0.0),
     )
+    self._join_mesh_of(batch)
     parts = self._variables()
     self._own(parts)
     blueprint = step_lib.Blueprint(
@@ -236,6 +241,15 @@ class Engine:
           jnp.asarray(update + 1, self.optimizer.step.get_value().dtype)
       )
     return report
+
+  def _join_mesh_of(self, batch: batches.Prepared) -> None:
+    """Replicates a student made outside a mesh over the one of its batches."""
+    if self._live is not None or _mesh_of(self.model) is not None:
+      return
+    mesh = _mesh(batch)
+    if mesh is not None:
+      for node in (self.model, self.optimizer):
+        nnx.update(node, _over(mesh, nnx.state(node)))
 
   def _variables(self) -> "_Live":
     """The student's variables in this stage."""
@@ -431,8 +445,9 @@ def _copy(x: Any, before: jax.Array | None) -> jax.Array:
   return jax.device_put(copy, before.sharding)
 
 
-def _mesh_of(model: nnx.Module) -> Any:
-  for leaf in jax.tree.leaves(nnx.state(model)):
+def _mesh(tree: Any) -> Any:
+  """The mesh that an array of `tree` is spread over; None without one."""
+  for leaf in jax.tree.leaves(tree):
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding) and (
         len(sharding.device_set) > 1
@@ -441,20 +456,27 @@ def _mesh_of(model: nnx.Module) -> Any:
   return None
 
 
-def _like_placed(tree: Any, model: nnx.Module) -> Any:
-  """Replicates over the model's mesh what does not lie on it yet.
+def _mesh_of(model: nnx.Module) -> Any:
+  return _mesh(nnx.state(model))
+
+
+def _over(mesh: Any, tree: Any) -> Any:
+  """Replicates over `mesh` what does not lie on it yet.
 
   A scalar that starts on one device and comes back on all of them would make
   the step compile twice.
   """
-  mesh = _mesh_of(model)
-  if mesh is None:
-    return tree
   everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   put = lambda x: x if len(x.sharding.device_set) == mesh.size else (
       jax.device_put(x, everywhere)
   )
   return jax.tree.map(put, tree)
+
+
+def _like_placed(tree: Any, model: nnx.Module) -> Any:
+  """`tree` over the model's mesh, if it has one."""
+  mesh = _mesh_of(model)
+  return tree if mesh is None else _over(mesh, tree)
 
 
 def _place_like(node: Any, model: nnx.Module) -> None:

@@ -1,5 +1,6 @@
 """From a trainer's arguments to the engine and what stands round it."""
 
+from collections.abc import Callable
 import copy
 import dataclasses
 import functools
@@ -7,7 +8,6 @@ from typing import Any
 
 from absl import logging
 from flax import nnx
-from tunix.distillation import distillation_trainer
 from tunix.distillation import strategies
 from tunix.distillation.strategies import logit
 from tunix.sft import peft_trainer
@@ -22,6 +22,7 @@ from tunix_progdistill.engine import checkpoints
 from tunix_progdistill.engine import engine as engine_lib
 from tunix_progdistill.engine import optimizer as optimizer_lib
 from tunix_progdistill.engine import resume
+from tunix_progdistill.objectives import adapter
 from tunix_progdistill.objectives import foreign
 from tunix_progdistill.plan import stages
 from tunix_progdistill.teachers import online
@@ -33,25 +34,38 @@ class Assembly:
 
   Attributes:
     student_model: as the strategy pre-processed it.
-    teacher_model: likewise.
+    teacher_model: likewise; None where a loss needs none.
     strategy: ours where it could be made ours, else the one handed in.
     config: checked, with the plan's length as `max_steps` where it had none.
     engine: over the student.
-    teacher: gives the teacher's outputs for a batch.
+    teacher: gives the teacher's outputs for a batch; None without a teacher.
     accumulation: micro-batches per update.
     fingerprint: of the plan, for checkpoints.
-    reads_scalars: whether the strategy uses temperature and alpha.
+    reads_scalars: whether the objective uses temperature and alpha.
   """
 
   student_model: nnx.Module
-  teacher_model: nnx.Module
-  strategy: strategies.BaseStrategy
-  config: distillation_trainer.TrainingConfig
+  teacher_model: nnx.Module | None
+  strategy: strategies.BaseStrategy | None
+  config: peft_trainer.TrainingConfig
   engine: engine_lib.Engine
-  teacher: online.OnlineTeacher
+  teacher: online.OnlineTeacher | None
   accumulation: int
   fingerprint: dict[str, Any]
   reads_scalars: bool
+
+
+class Processed:
+  """Stands for a strategy that has pre-processed its models already."""
+
+  def pre_process_models(self, student: Any, teacher: Any) -> tuple[Any, Any]:
+    return student, teacher
+
+
+def section_of(config: Any) -> config_lib.ProgressiveConfig:
+  """The config's progressive section; without one, everything in one stage."""
+  section = config_lib.as_progressive(getattr(config, "progressive", None))
+  return section or config_lib.ProgressiveConfig()
 
 
 def assemble(
@@ -59,9 +73,21 @@ def assemble(
     teacher_model: nnx.Module,
     strategy: strategies.BaseStrategy,
     optimizer: optimizer_lib.Argument,
-    training_config: distillation_trainer.TrainingConfig,
+    training_config: peft_trainer.TrainingConfig,
+    section: config_lib.ProgressiveConfig,
+    *,
+    processed: bool = False,
 ) -> Assembly:
-  """Checks a trainer's arguments and wires the engine.
+  """Checks a trainer's arguments and wires the engine for distillation.
+
+  Args:
+    student_model: see the trainer.
+    teacher_model: likewise.
+    strategy: likewise.
+    optimizer: likewise.
+    training_config: likewise.
+    section: its progressive section.
+    processed: whether the strategy has pre-processed the models.
 
   Raises:
     ValueError: arguments that cannot work, alone or together.
@@ -78,27 +104,20 @@ def assemble(
           "see the class's docstring",
       )
   config = _checked(training_config)
-  wrt = nnx.LoRAParam if sft_utils.is_lora_enabled(student_model) else nnx.Param
+  wrt = _wrt(student_model)
   _check_apart(student_model, teacher_model, wrt)
   # Before the engine looks at the student: a strategy may wrap its modules.
-  student_model, teacher_model = strategy.pre_process_models(
-      student_model, teacher_model
-  )
+  if not processed:
+    student_model, teacher_model = strategy.pre_process_models(
+        student_model, teacher_model
+    )
   families.check_pair(student_model, teacher_model)
-  checkpoints.check_writable(config.checkpoint_root_directory)
-  section = config_lib.as_progressive(
-      getattr(config, "progressive", None)
-  ) or config_lib.ProgressiveConfig(
-      plan=stages.StagePlan(stages=(stages.Stage(),))
-  )
-  accumulation = config.get_with_default("gradient_accumulation_steps", 1)
   if type(strategy) is logit.LogitStrategy:  # a subclass has its own loss
     strategy = strategy_lib.ProgressiveLogitStrategy.adopt(strategy)
-  ours = isinstance(strategy, strategy_lib.ProgressiveLogitStrategy)
-  if ours:
+  if isinstance(strategy, strategy_lib.ProgressiveLogitStrategy):
     defaults = {"temperature": strategy.temperature, "alpha": strategy.alpha}
     heads = _heads(strategy, student_model, teacher_model, section.fused_head)
-    objective: Any = strategy_lib.LogitObjective(
+    objective: Any = adapter.LogitObjective(
         strategy, kl_div_tau1=section.log_kl_div_tau1, heads=heads
     )
     teacher = online.OnlineTeacher(
@@ -106,17 +125,61 @@ def assemble(
         constant=None if heads is None else heads.teacher.path,
     )
   else:
-    _check_no_scalars(section.plan, strategy)
+    _check_no_scalars(section.plan, type(strategy).__name__)
     defaults = {}
     objective = foreign.ForeignObjective(strategy)
-    teacher = online.OnlineTeacher(strategy.get_teacher_outputs)
+    teacher = online.OnlineTeacher(foreign.teacher_outputs(strategy))
+  return _wire(
+      student_model, objective, optimizer, config, section, defaults,
+      wrt=wrt, teacher_model=teacher_model, strategy=strategy, teacher=teacher,
+  )
+
+
+def assemble_loss(
+    model: nnx.Module,
+    functions: Callable[[], foreign.Functions],
+    optimizer: optimizer_lib.Argument,
+    training_config: peft_trainer.TrainingConfig,
+    section: config_lib.ProgressiveConfig,
+) -> Assembly:
+  """Wires the engine for a plain trainer's own loss, which has no teacher.
+
+  Args:
+    model: is trained.
+    functions: gives the trainer's loss functions, as they are when traced.
+    optimizer: see the trainer.
+    training_config: likewise.
+    section: the progressive section.
+
+  Raises:
+    ValueError: arguments that cannot work, alone or together.
+  """
+  _check_no_scalars(section.plan, "the trainer's own loss")
+  return _wire(
+      model, foreign.LossFunction(functions), optimizer,
+      _checked(training_config), section, {}, wrt=_wrt(model),
+      teacher_model=None, strategy=None, teacher=None,
+  )
+
+
+def _wrt(model: nnx.Module) -> Any:
+  return nnx.LoRAParam if sft_utils.is_lora_enabled(model) else nnx.Param
+
+
+def _wire(
+    model, objective, optimizer, config, section, defaults, *, wrt,
+    teacher_model, strategy, teacher,
+) -> Assembly:
+  """The engine, and what stands round it."""
+  checkpoints.check_writable(config.checkpoint_root_directory)
+  accumulation = config.get_with_default("gradient_accumulation_steps", 1)
   plan = section.plan.resolve(
       updates_per_epoch=section.epoch_updates(accumulation),
       max_steps=config.max_steps,
       **defaults,
   )
   engine = engine_lib.Engine(
-      model=student_model,
+      model=model,
       plan=plan,
       optimizer=optimizer_lib.understand(
           optimizer,
@@ -126,10 +189,10 @@ def assemble(
       wrt=wrt,
       accumulation=accumulation,
       max_grad_norm=section.max_grad_norm,
-      constant=teacher.constant,
+      constant=(lambda: None) if teacher is None else teacher.constant,
   )
   return Assembly(
-      student_model=student_model,
+      student_model=model,
       teacher_model=teacher_model,
       strategy=strategy,
       config=_with_length(config, plan.updates),
@@ -142,7 +205,9 @@ def assemble(
           max_grad_norm=section.max_grad_norm,
           optimizer=engine.optimizer_spec,
       ),
-      reads_scalars=ours,
+      reads_scalars=isinstance(
+          strategy, strategy_lib.ProgressiveLogitStrategy
+      ),
   )
 
 
@@ -161,8 +226,8 @@ def _heads(
     return None
 
 
-def _check_no_scalars(plan: stages.StagePlan, strategy: Any) -> None:
-  """Raises ValueError where the plan sets what the strategy cannot read."""
+def _check_no_scalars(plan: stages.StagePlan, reader: str) -> None:
+  """Raises ValueError where the plan sets what its reader cannot read."""
   for owner, where in (
       (plan, ""), *((s, f"stages[{i}].") for i, s in enumerate(plan.stages))
   ):
@@ -170,7 +235,7 @@ def _check_no_scalars(plan: stages.StagePlan, strategy: Any) -> None:
       if (value := getattr(owner, field)) is not None:
         raise errors.invalid(
             f"{where}{field}",
-            f"must not be set, for {type(strategy).__name__} does not read it",
+            f"must not be set, for {reader} does not read it",
             value, "leave it out, or pass a ProgressiveLogitStrategy",
         )
 
@@ -195,8 +260,8 @@ def _check_apart(
 
 
 def _checked(
-    config: distillation_trainer.TrainingConfig,
-) -> distillation_trainer.TrainingConfig:
+    config: peft_trainer.TrainingConfig,
+) -> peft_trainer.TrainingConfig:
   """The config with its counts as Python ints.
 
   Raises:
@@ -224,8 +289,8 @@ def _checked(
 
 
 def _with_length(
-    config: distillation_trainer.TrainingConfig, planned: int | None
-) -> distillation_trainer.TrainingConfig:
+    config: peft_trainer.TrainingConfig, planned: int | None
+) -> peft_trainer.TrainingConfig:
   """The config with the plan's length as `max_steps`, where it has none."""
   if planned is None:
     return config

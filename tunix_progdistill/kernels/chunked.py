@@ -124,6 +124,7 @@ def distillation(
     weights: Weights,
     label_ids: Int[Array, "*N"] | None = None,
     kl_div_tau1: bool = False,
+    teacher_ce: bool = False,
     block_tokens: int | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, "*N"]]]:
   """The whole loss of a training step, in one walk over the logits.
@@ -141,12 +142,14 @@ def distillation(
       is never looked at: NaN may stand there.
     label_ids: what `labels.ids` says of label rows, where it is known already.
     kl_div_tau1: also the KL at temperature 1.
+    teacher_ce: also the teacher's cross-entropy.
     block_tokens: tokens of a block; None for `blocks.tokens_per_block(V)`.
 
   Returns:
     The total, float32 [], whose gradient has the student's dtype, and per-token
     values without weights and without gradient, each `[*N]` and 0 where the
-    weight is 0: `kl`, `ce`, and `kl_div_tau1` where it was asked for.
+    weight is 0: `kl`, `ce`, and `kl_div_tau1` and `teacher_ce` where they were
+    asked for.
 
   >>> s, t = jnp.zeros((1, 3)), jnp.array([[1., 0., 0.]])
   >>> total, values = distillation(
@@ -157,7 +160,7 @@ def distillation(
   """
   shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
   total, values = _distillation(
-      (kl_div_tau1, block_tokens), student, teacher,
+      (kl_div_tau1, teacher_ce, block_tokens), student, teacher,
       _labels(labels, label_ids, student.shape), weights.astype(jnp.float32),
       jnp.asarray(temperature, jnp.float32), jnp.asarray(alpha, jnp.float32),
   )
@@ -234,15 +237,18 @@ def _walk(
     options, with_gradient, student, teacher, weights, tau, alpha, labels
 ):
   """Values and gradient, block by block."""
-  kl_div_tau1, block_tokens = options
+  kl_div_tau1, teacher_ce, block_tokens = options
 
   def step(s, t, y, w):
     on = w != 0
     out = closed_form.distillation(
         reduce.blank(s, on), reduce.blank(t, on), reduce.blank_labels(y, on),
         temperature=tau, alpha=alpha, kl_div_tau1=kl_div_tau1,
+        teacher_ce=teacher_ce,
     )
-    values = closed_form.token_values(out.kl, out.ce, out.kl_div_tau1, w)
+    values = closed_form.token_values(
+        out.kl, out.ce, out.kl_div_tau1, w, out.teacher_ce
+    )
     if not with_gradient:
       return values, None
     gradient = closed_form.weighted(out.gradient, w)

@@ -206,12 +206,14 @@ class Distillation(NamedTuple):
     ce: cross-entropy.
     kl_div_tau1: KL(p || q) at temperature 1; None where it was not asked for.
     gradient: of alpha temperature^2 kl + (1 - alpha) ce.
+    teacher_ce: the teacher's cross-entropy; likewise.
   """
 
   kl: Values
   ce: Values
   kl_div_tau1: Values | None
   gradient: Block
+  teacher_ce: Values | None = None
 
 
 def distillation(
@@ -222,6 +224,7 @@ def distillation(
     temperature: ArrayLike,
     alpha: ArrayLike,
     kl_div_tau1: bool = False,
+    teacher_ce: bool = False,
 ) -> Distillation:
   """alpha temperature^2 KL(p || q) + (1 - alpha) CE.
 
@@ -231,8 +234,9 @@ def distillation(
   value, d_kl = forward_kl(student, teacher, temperature)
   ce, d_ce = cross_entropy(student, labels)
   at_one = forward_kl(student, teacher)[0] if kl_div_tau1 else None
+  teachers = cross_entropy(teacher, labels)[0] if teacher_ce else None
   return Distillation(
-      value, ce, at_one, mix(temperature**2 * d_kl, d_ce, alpha)
+      value, ce, at_one, mix(temperature**2 * d_kl, d_ce, alpha), teachers
   )
 
 
@@ -245,12 +249,15 @@ def mix(soft: Array, hard: Array, alpha: ArrayLike) -> Array:
 
 
 def token_values(
-    kl: Values, ce: Values, kl_div_tau1: Values | None, weights: Values
+    kl: Values, ce: Values, kl_div_tau1: Values | None, weights: Values,
+    teacher_ce: Values | None = None,
 ) -> dict[str, Values]:
   """By name, 0 in tokens of weight 0; what was not asked for is left out."""
   values = {"kl": kl, "ce": ce}
   if kl_div_tau1 is not None:
     values["kl_div_tau1"] = kl_div_tau1
+  if teacher_ce is not None:
+    values["teacher_ce"] = teacher_ce
   return {k: jnp.where(weights != 0, v, 0.0) for k, v in values.items()}
 
 

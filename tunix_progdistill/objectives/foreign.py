@@ -1,26 +1,41 @@
-"""A Tunix strategy that is not ours, as one term.
+"""A loss that is not ours, as one term: a Tunix strategy's, or a trainer's own.
 
 It returns a mean over its batch, and nobody can say over how many tokens it
 was taken. It is weighed by the tokens of the input mask, so that a batch with
-more tokens counts for more.
+more tokens counts for more:
+
+  total = mean * n,  count = n = the number of valid input tokens
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
+from typing import NamedTuple
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tunix.distillation.strategies import base_strategy
 
+from tunix_progdistill import families
 from tunix_progdistill.objectives import terms
 
 
-class ForeignObjective:
-  """Adapts `get_train_loss` and `get_eval_loss` to `terms.Objective`.
+def teacher_outputs(
+    strategy: base_strategy.BaseStrategy,
+) -> Callable[[nnx.Module, Mapping[str, Any]], Any]:
+  """The strategy's `get_teacher_outputs`, with the family's mends in force."""
 
-    total = mean * n,  count = n = the number of valid input tokens
-  """
+  def outputs(teacher: nnx.Module, inputs: Mapping[str, Any]) -> Any:
+    with families.tracing(teacher):
+      return strategy.get_teacher_outputs(teacher, inputs)
+
+  return outputs
+
+
+class ForeignObjective:
+  """Adapts `get_train_loss` and `get_eval_loss` to `terms.Objective`."""
 
   def __init__(self, strategy: base_strategy.BaseStrategy):
     self._strategy = strategy
@@ -40,7 +55,8 @@ class ForeignObjective:
   ) -> terms.LossTerms:
     """The strategy's own loss; it reads none of the step's scalars."""
     del scalars
-    out = self._strategy.get_train_loss(model, teacher_output, inputs)
+    with families.tracing(model):
+      out = self._strategy.get_train_loss(model, teacher_output, inputs)
     return _weigh(out, inputs, weight)
 
   def eval_terms(
@@ -51,12 +67,68 @@ class ForeignObjective:
   ) -> terms.LossTerms:
     """The strategy's own evaluation; most of them need no teacher."""
     del teacher_output
-    out = self._strategy.get_eval_loss(model, inputs)
+    with families.tracing(model):
+      out = self._strategy.get_eval_loss(model, inputs)
+    return _weigh(out, inputs, jnp.float32(1.0))
+
+
+class Functions(NamedTuple):
+  """The loss functions of a plain Tunix trainer.
+
+  Attributes:
+    loss: `(model, **inputs) -> loss`, or `(loss, aux)`.
+    eval_loss: likewise, for evaluation.
+  """
+
+  loss: Callable[..., Any]
+  eval_loss: Callable[..., Any]
+
+
+class LossFunction:
+  """Adapts a trainer's own loss functions to `terms.Objective`.
+
+  Args:
+    functions: gives them at every trace: a trainer may change them.
+  """
+
+  def __init__(self, functions: Callable[[], Functions]):
+    self._functions = functions
+
+  def with_constant(self, constant: Any) -> "LossFunction":
+    """Itself: it needs none."""
+    del constant
+    return self
+
+  def train_terms(
+      self,
+      model: nnx.Module,
+      teacher_output: Any,
+      inputs: Mapping[str, Any],
+      scalars: terms.StepScalars,
+      weight: jax.Array,
+  ) -> terms.LossTerms:
+    """The trainer's own loss; it reads none of the step's scalars."""
+    del teacher_output, scalars
+    with families.tracing(model):
+      out = self._functions().loss(model, **inputs)
+    return _weigh(out, inputs, weight)
+
+  def eval_terms(
+      self,
+      model: nnx.Module,
+      teacher_output: Any,
+      inputs: Mapping[str, Any],
+  ) -> terms.LossTerms:
+    """The trainer's own evaluation."""
+    del teacher_output
+    with families.tracing(model):
+      out = self._functions().eval_loss(model, **inputs)
     return _weigh(out, inputs, jnp.float32(1.0))
 
 
 def _weigh(out, inputs: Mapping[str, Any], weight) -> terms.LossTerms:
-  loss, metrics = out if isinstance(out, tuple) else (out, {})
+  loss, aux = out if isinstance(out, tuple) else (out, {})
+  metrics = aux if isinstance(aux, Mapping) else {}
   mask = inputs.get("input_mask")
   if mask is None:
     mask = jnp.ones(jax.tree.leaves(dict(inputs))[0].shape[:1])
@@ -67,5 +139,5 @@ def _weigh(out, inputs: Mapping[str, Any], weight) -> terms.LossTerms:
   return terms.LossTerms(
       total=scaled(loss),
       count=count,
-      parts={k: scaled(v) for k, v in metrics.items()},
+      parts={k: scaled(v) for k, v in metrics.items() if np.ndim(v) == 0},
   )

@@ -77,6 +77,7 @@ def train_terms(
     ids: Int[Array, "*N"] | None = None,
     top_k: int = 0,
     kl_div_tau1: bool = False,
+    teacher_ce: bool = False,
     mean: bool = False,
 ) -> terms.LossTerms:
   """The loss's sums over the tokens of `where`.
@@ -91,12 +92,14 @@ def train_terms(
     ids: `label_ids`, where they are known already.
     top_k: if > 0, the KL is over the teacher's k largest entries.
     kl_div_tau1: also measure the KL at tau = 1 (one more exponential).
+    teacher_ce: also measure the teacher's cross-entropy (one more exponential).
     mean: give means over the tokens instead. The gradient is then made as it
       is wanted, and not scaled afterwards.
 
   Returns:
     `total`, and the parts `distill/soft_loss`, `distill/hard_loss`,
-    `distill/kl_div` (at tau, without tau^2), `distill/kl_div_tau1`.
+    `distill/kl_div` (at tau, without tau^2), `distill/kl_div_tau1`,
+    `distill/teacher_loss`.
   """
   shapes.check(student, teacher=teacher)
   teacher = jax.lax.stop_gradient(teacher)
@@ -117,10 +120,15 @@ def train_terms(
       values["kl_div_tau1"] = chunked.forward_kl(
           jax.lax.stop_gradient(student), teacher, where=where
       )
+    if teacher_ce:
+      values["teacher_ce"] = chunked.cross_entropy(
+          teacher, labels, where=where
+      )
   else:
     total, values = chunked.distillation(
         student, teacher, labels, temperature=temperature, alpha=alpha,
         weights=weights, label_ids=ids, kl_div_tau1=kl_div_tau1,
+        teacher_ce=teacher_ce,
     )
   return as_terms(total, values, where, weights, temperature)
 
@@ -143,10 +151,47 @@ def as_terms(
       "distill/hard_loss": sums["ce"],
       "distill/kl_div": sums["kl"],
   }
-  if "kl_div_tau1" in sums:
-    parts["distill/kl_div_tau1"] = sums["kl_div_tau1"]
+  for name, part in (
+      ("kl_div_tau1", "distill/kl_div_tau1"),
+      ("teacher_ce", "distill/teacher_loss"),
+  ):
+    if name in sums:
+      parts[part] = sums[name]
   return terms.LossTerms(
       total=total, count=reduce.count(where), parts=parts
+  )
+
+
+def all_tokens(
+    loss: Float[Array, ""],
+    metrics: Mapping[str, Float[Array, ""]],
+    student: Float[Array, "*N V"],
+    teacher: Float[Array, "*N V"],
+    *,
+    weight: ArrayLike,
+    kl_div_tau1: bool,
+) -> terms.LossTerms:
+  """Tunix's loss, a mean over every token with padding, as sums.
+
+  Args:
+    loss: the mean.
+    metrics: means likewise.
+    student: logits.
+    teacher: logits.
+    weight: of the batch; 0 makes it count nothing.
+    kl_div_tau1: also measure the KL at tau = 1.
+  """
+  everywhere = jnp.ones(student.shape[:-1], bool)
+  if kl_div_tau1:
+    values = chunked.forward_kl(
+        jax.lax.stop_gradient(student), teacher, where=everywhere
+    )
+    metrics = {**metrics, "distill/kl_div_tau1": jnp.mean(values)}
+  count = jnp.float32(everywhere.size) * weight
+  return terms.LossTerms(
+      total=loss * count,
+      count=count,
+      parts={k: v * count for k, v in metrics.items()},
   )
 
 
