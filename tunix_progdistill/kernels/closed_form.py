@@ -192,6 +192,18 @@ def cross_entropy(
   return value, q.p - jnp.where(columns(student.shape) == ids, 1.0, 0.0)
 
 
+def _cross_entropy_value(
+    logits: Block, labels: Int[Array, "*n"] | Block
+) -> Values:
+  """`cross_entropy` without its gradient: of ids, a sum and an entry a row."""
+  if labels.ndim == logits.ndim:
+    return cross_entropy(logits, labels)[0]
+  top = by_strips(logits, jnp.maximum, jnp.max)
+  z = by_strips(jnp.exp(logits - top), jnp.add, jnp.sum)
+  own = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+  return (jnp.log(z) - (own - top))[..., 0]
+
+
 def columns(shape: tuple[int, ...], start: ArrayLike = 0) -> Int[Array, "*n V"]:
   """The column of each entry, counted from `start`."""
   own = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
@@ -234,7 +246,7 @@ def distillation(
   value, d_kl = forward_kl(student, teacher, temperature)
   ce, d_ce = cross_entropy(student, labels)
   at_one = forward_kl(student, teacher)[0] if kl_div_tau1 else None
-  teachers = cross_entropy(teacher, labels)[0] if teacher_ce else None
+  teachers = _cross_entropy_value(teacher, labels) if teacher_ce else None
   return Distillation(
       value, ce, at_one, mix(temperature**2 * d_kl, d_ce, alpha), teachers
   )
