@@ -9,7 +9,8 @@ _PACKAGE = pathlib.Path(__file__).parent.parent / "tunix_progdistill"
 
 # A room knows only rooms that stand before it.
 _ROOMS = (
-    "errors", "files", "kernels", "plan", "modules", "families", "freezing",
+    "errors", "registry", "files", "kernels", "plan", "modules", "families",
+    "freezing",
     "outputs", "teachers", "objectives", "strategy", "config", "monitor",
     "engine", "trainer", "hook", "students", "weights", "data", "schema",
     "report", "run", "cli",

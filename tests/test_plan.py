@@ -66,6 +66,16 @@ def test_anneal(kind, middle):
   assert schedule(1000) == pytest.approx(1.0)
 
 
+def test_anneal_from_a_mapping():
+  """As a YAML has it, in a stage and in a plan."""
+  fields = {"start": 4.0, "end": 1.0, "shape": "cosine", "updates": 9}
+  expected = anneal(4.0, 1.0, "cosine", updates=9)
+  plan = StagePlan.from_mapping(
+      {"stages": [{"temperature": fields}], "temperature": fields}
+  )
+  assert plan.temperature == plan.stages[0].temperature == expected
+
+
 def test_scalar_comes_from_stage_then_plan_then_default():
   plan = StagePlan(
       stages=(Stage(updates=2, temperature=4.0), Stage(updates=2)),
@@ -182,6 +192,14 @@ def test_stage_refuses(kwargs, message):
         (lambda: anneal(3.0, 0.0, "exponential"), "must both be > 0"),
         (lambda: anneal(3.0, math.inf, "linear"), r"anneal\.end must be a"),
         (lambda: anneal(3.0, 1.0, "linear", updates=0), r"anneal\.updates"),
+        (
+            lambda: Stage(temperature={"start": 3.0, "end": 1.0}),
+            "temperature must hold start, end, shape and perhaps updates",
+        ),
+        (
+            lambda: Stage(alpha={"start": 1.0, "end": 2.0, "shape": "linear"}),
+            r"alpha\.end must lie in \[0, 1\]",
+        ),
         (
             lambda: three(temperature=anneal(3.0, 1.0, "linear")).resolve(),
             r"temperature\.updates must be known",

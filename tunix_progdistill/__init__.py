@@ -13,6 +13,7 @@ from tunix_progdistill.hook import ProgressiveFreezingHook
 from tunix_progdistill.plan import Stage
 from tunix_progdistill.plan import StagePlan
 from tunix_progdistill.plan import anneal
+from tunix_progdistill.registry import register
 from tunix_progdistill.strategy import ProgressiveLogitStrategy
 from tunix_progdistill.trainer import ProgressiveDistillationTrainer
 from tunix_progdistill.trainer import make_trainer
@@ -31,5 +32,6 @@ __all__ = [
     "causal_lm",
     "kernels",
     "make_trainer",
+    "register",
     "students",
 ]

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 import pytest
 import tunix
+from tunix.cli import config as cli_config
 from tunix.distillation import distillation_trainer
 from tunix.distillation import strategies
 from tunix.distillation.strategies import base_strategy
@@ -741,6 +742,32 @@ TABLE = [
         _takes(
             logit.LogitStrategy.compute_eval_loss, "self", "student_output",
             "labels", exactly=True,
+        ),
+    ),
+    # -- the command line
+    Line(
+        "config.HyperParameters", "cli.pipeline",
+        "take argv: program, YAML, override_config_file= and key=value words",
+        lambda: _parameters(cli_config.HyperParameters.__init__)[:2] == [
+            "self", "argv"
+        ] and "override_config_file=" in _source(
+            cli_config.HyperParameters.__init__
+        ),
+    ),
+    Line(
+        "HyperParameters.create_optimizer", "cli.pipeline",
+        "make it by optax.inject_hyperparams, from a section's name",
+        _says(
+            cli_config.HyperParameters.create_optimizer,
+            r"\*optimizer_keys", r"optax\.inject_hyperparams\(",
+        ),
+    ),
+    Line(
+        "HyperParameters.obtain_training_config_dict", "cli.pipeline",
+        "take a section's name",
+        _takes(
+            cli_config.HyperParameters.obtain_training_config_dict, "self",
+            "key", exactly=True,
         ),
     ),
     # -- checkpoints

@@ -213,6 +213,17 @@ class TestTraining:
         )
     )
 
+  def test_progressive_off_is_one_stage_of_everything(self, resolve):
+    config = resolve(
+        yamls.SMALL, "progressive.enabled=false",
+        "training_config.max_steps=7",
+    )
+    section = config.training().progressive
+    assert section.enabled and config.updates() == 7
+    (stage,) = section.plan.stages
+    assert stage.selector == {} and stage.updates is None
+    assert section.plan.alpha == config.progressive.plan.alpha
+
   def test_max_steps_lets_the_data_be_shorter_than_the_plan(self, resolve):
     config = resolve(
         yamls.SMALL, "progressive.stages.0={updates: null, epochs: 5}",

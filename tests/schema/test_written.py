@@ -173,6 +173,7 @@ def test_the_base_yaml_is_current_and_is_the_defaults():
   }
   (stage,) = written["progressive"].pop("stages")
   assert not any(stage.values())
+  assert written["progressive"].pop("enabled") is True
   assert not any(written["progressive"].values())
 
 

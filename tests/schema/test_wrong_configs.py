@@ -145,8 +145,8 @@ _OVERRIDES = [
      "progressive.temperature.shape must be given, got None; write a number, "
      "or a mapping such as {start: 3.0, end: 1.0, shape: linear}"),
     ("progressive.temperature={start: 3, end: 1, shape: linar}",
-     "progressive.temperature.shape must be one of linear, cosine, "
-     "exponential, got 'linar'; name how the value moves from start to end"),
+     "progressive.temperature.shape must be one of cosine, exponential, "
+     "linear, got 'linar'; name how the value moves from start to end"),
     ("progressive.alpha={start: 1, end: 0, shape: exponential}",
      "progressive.alpha.start and progressive.alpha.end must both be > 0 for "
      "shape 'exponential', got (1.0, 0.0); use shape 'linear' to reach 0"),

@@ -5,15 +5,21 @@ A schedule is `count -> value`, as in optax, and the count is one of optimizer
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 import math
+from typing import Any
 
 from tunix_progdistill import errors
+from tunix_progdistill import registry
 
 Schedule = Callable[[int], float]
 Value = float | Schedule
 
-KINDS = ("linear", "cosine", "exponential")
+
+def kinds() -> tuple[str, ...]:
+  """The names of the shapes that an anneal can have."""
+  return registry.REGISTRY.names("schedule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +30,12 @@ class Anneal:
     linear       start + (end - start) x
     cosine       end + (start - end) (1 + cos(pi x)) / 2
     exponential  start (end / start)^x, both > 0
+    any other    what is registered under that name, of (start, end, x)
 
   Attributes:
     start: value at count 0.
     end: value at count updates - 1 and after it.
-    kind: one of "linear", "cosine", "exponential".
+    kind: "linear", "cosine", "exponential", or another registered name.
     updates: the length; None takes that of the run or stage it is used in.
   """
 
@@ -45,9 +52,9 @@ class Anneal:
         raise errors.invalid(
             f"anneal.{field}", "must be a finite number", value, "try 3.0"
         )
-    if self.kind not in KINDS:
+    if self.kind not in kinds():
       raise errors.invalid(
-          "anneal.kind", f"must be one of {', '.join(KINDS)}", self.kind,
+          "anneal.kind", f"must be one of {', '.join(kinds())}", self.kind,
           "name how the value moves from start to end",
       )
     if self.kind == "exponential" and not (self.start > 0 and self.end > 0):
@@ -73,12 +80,8 @@ class Anneal:
           "pass updates=, or use it inside a plan whose length is known"
       )
     x = min(max(float(count) / max(self.updates - 1, 1), 0.0), 1.0)
-    if self.kind == "linear":
-      return self.start + (self.end - self.start) * x
-    if self.kind == "cosine":
-      half = (1.0 + math.cos(math.pi * x)) / 2.0
-      return self.end + (self.start - self.end) * half
-    return self.start * (self.end / self.start) ** x
+    shape = registry.REGISTRY.get("schedule", self.kind)
+    return float(shape(self.start, self.end, x))
 
   def over(self, updates: int | None) -> "Anneal":
     """This anneal with its length filled in, if it had none."""
@@ -95,7 +98,7 @@ def anneal(
   Args:
     start: value at count 0.
     end: value at count updates - 1 and after it.
-    kind: "linear", "cosine" or "exponential".
+    kind: "linear", "cosine", "exponential", or another registered name.
     updates: the length; None takes that of the run, or of the stage that the
       schedule is given to.
 
@@ -104,6 +107,33 @@ def anneal(
   [4.0, 2.0, 1.0, 1.0]
   """
   return Anneal(start=start, end=end, kind=kind, updates=updates)
+
+
+def read(field: str, value: Any) -> Any:
+  """`value`, or the anneal that a mapping describes.
+
+  Args:
+    field: its name, for errors.
+    value: anything; a mapping holds start, end, shape and perhaps updates.
+
+  Raises:
+    ValueError: a mapping with other keys.
+
+  >>> read("alpha", {"start": 1, "end": 0.5, "shape": "linear"}).kind
+  'linear'
+  """
+  if not isinstance(value, Mapping):
+    return value
+  needed = {"start", "end", "shape"}
+  if not needed <= set(value) <= {*needed, "updates"}:
+    raise errors.invalid(
+        field, "must hold start, end, shape and perhaps updates", dict(value),
+        "write e.g. {start: 3.0, end: 1.0, shape: linear}",
+    )
+  return anneal(
+      value["start"], value["end"], value["shape"],
+      updates=value.get("updates"),
+  )
 
 
 def evaluate(value: Value, count: int) -> float:

@@ -16,6 +16,14 @@ Value = schedules.Value
 _SELECTORS = ("freeze_fraction", "trainable_layers", "trainable", "frozen")
 
 
+def _read_scalars(owner: Any) -> None:
+  """Checks the values that may be schedules, and reads those in mappings."""
+  for field in ("learning_rate", "temperature", "alpha"):
+    value = schedules.read(field, getattr(owner, field))
+    object.__setattr__(owner, field, value)
+    schedules.check(field, value)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
   """One stage: which parameters train, for how long, with which scalars.
@@ -118,8 +126,7 @@ class Stage:
           "epochs", "must be > 0 and finite", self.epochs,
           "drop the stage if it is to do nothing",
       )
-    for field in ("learning_rate", "temperature", "alpha"):
-      schedules.check(field, getattr(self, field))
+    _read_scalars(self)
 
   @property
   def selector(self) -> dict[str, Any]:
@@ -186,8 +193,7 @@ class StagePlan:
             f"stages[{i}]", "must have a length (only the last may be open)",
             None, "give it updates= or epochs=",
         )
-    for field in ("learning_rate", "temperature", "alpha"):
-      schedules.check(field, getattr(self, field))
+    _read_scalars(self)
 
   @classmethod
   def from_mapping(cls, fields: Mapping[str, Any]) -> "StagePlan":

@@ -296,9 +296,9 @@ def _anneal(key: Key, path: str, value: Mapping, *, root: Key, lenient: bool):
       raise errors.invalid(
           f"{path}.{name}", "must be given", None, _REMEDY["scalar"]
       )
-  if fields["shape"] not in schedules.KINDS:
+  if fields["shape"] not in schedules.kinds():
     raise errors.invalid(
-        f"{path}.shape", f"must be one of {', '.join(schedules.KINDS)}",
+        f"{path}.shape", f"must be one of {', '.join(schedules.kinds())}",
         fields["shape"], "name how the value moves from start to end",
     )
   try:

@@ -208,7 +208,7 @@ class RunConfig:
     lengths = [
         stage.updates if stage.epochs is None
         else per_epoch and max(1, round(stage.epochs * per_epoch))
-        for stage in self.progressive.plan.stages
+        for stage in self._plan.stages
     ]
     known = [n for n in lengths if n is not None]
     total = sum(known) if len(known) == len(lengths) else None
@@ -244,7 +244,7 @@ class RunConfig:
           f"is {wanted} updates long, and the data are enough for {available}",
           have, "raise it, or shorten the plan or max_steps",
       )
-    plan = self.progressive.plan
+    plan = self._plan
     if not self._all_rates_given():
       plan = dataclasses.replace(plan, learning_rate=self._rate(updates))
     per_epoch = self._per_epoch() or updates_per_epoch
@@ -258,7 +258,8 @@ class RunConfig:
     return config_lib.TrainingConfig(
         **arguments,
         progressive=dataclasses.replace(
-            self.progressive, plan=plan, updates_per_epoch=per_epoch,
+            self.progressive, enabled=True, plan=plan,
+            updates_per_epoch=per_epoch,
             max_grad_norm=norm,
         ),
     )
@@ -319,12 +320,20 @@ class RunConfig:
           "name another model, or set model_config.layers",
       )
 
+  @property
+  def _plan(self) -> stages_lib.StagePlan:
+    """The plan, of one stage where progressive is off."""
+    plan = self.progressive.plan
+    if self.progressive.enabled:
+      return plan
+    return dataclasses.replace(plan, stages=(stages_lib.Stage(),))
+
   def _per_epoch(self) -> int | None:
     accumulation = self.training_config.gradient_accumulation_steps or 1
     return self.progressive.epoch_updates(accumulation)
 
   def _all_rates_given(self) -> bool:
-    plan = self.progressive.plan
+    plan = self._plan
     return plan.learning_rate is not None or all(
         s.learning_rate is not None for s in plan.stages
     )
@@ -337,7 +346,7 @@ class RunConfig:
     return schedule or self.optimizer_config.learning_rate
 
   def _check_rates(self) -> None:
-    plan, own = self.progressive.plan, self.optimizer_config
+    plan, own = self._plan, self.optimizer_config
     named = [
         f"progressive.stages[{i}].learning_rate"
         for i, s in enumerate(plan.stages) if s.learning_rate is not None
@@ -367,7 +376,7 @@ class RunConfig:
       )
 
   def _check_lengths(self) -> None:
-    plan = self.progressive.plan
+    plan = self._plan
     epochs = sum(s.epochs or 0 for s in plan.stages)
     last = plan.stages[-1]
     is_open = last.updates is None and last.epochs is None

@@ -141,6 +141,7 @@ class ProgressiveKeys:
     fused_head: fuse the output heads with the loss, so that no logits of the
       whole batch are ever made; a little slower, and far less memory. null does
       it on one device where they would take more than half of the memory.
+    enabled: false trains everything in one stage, whatever the stages say.
   """
 
   stages: tuple[StageKeys, ...] = (StageKeys(),)
@@ -151,3 +152,4 @@ class ProgressiveKeys:
   max_grad_norm: float | None = None
   log_kl_div_tau1: bool = False
   fused_head: bool | None = None
+  enabled: bool = True
