@@ -12,8 +12,12 @@ from typing import Any
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 Values = dict[str, Any]
+
+_SMALL = ("int4", "uint4", "int2", "uint2")
 
 
 def path_name(path: Iterable[Any]) -> str:
@@ -115,6 +119,21 @@ def typed_keys(raw: Any, like: Any) -> Any:
     return x
 
   return jax.tree.map(back, raw, like)
+
+
+def let_go_of_small_types(model: nnx.Module) -> None:
+  """Makes 4-bit arrays on one device uncommitted.
+
+  A compiled program refuses them otherwise: jax says that a committed array of
+  such a type has another layout than the program's.
+  """
+  for _, variable in LiveVariables(model):
+    x = variable.get_value()
+    if (
+        isinstance(x, jax.Array) and x.dtype.name in _SMALL and x.committed
+        and len(x.sharding.device_set) == 1
+    ):
+      variable.set_value(jnp.asarray(np.asarray(x)))
 
 
 def evaluating(model: nnx.Module) -> nnx.Module:

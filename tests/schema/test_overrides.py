@@ -37,6 +37,11 @@ _VALUES = {
     "boundaries_and_scales": ("{10: 0.5}", {10: 0.5}),
     "cosine_kwargs": ("[{peak_value: 1.0}]", [{"peak_value": 1.0}]),
     "answer_field": ("reply", "reply"),
+    "lora_config": (
+        "{module_path: x, rank: 4, alpha: 1.0}",
+        {"module_path": "x", "rank": 4, "alpha": 1.0},
+    ),
+    "quantization": ("nf4", "nf4"),
 }
 _BY_KIND = {
     "int": ("7", 7),
@@ -55,8 +60,9 @@ _WITH = {
 }
 # Keys with one value only, or read by nothing: refused, or listed.
 _REFUSED = {
-    "model_config.lora_config": "{rank: 4}",
-    "teacher_model_config.lora_config": "{rank: 4}",
+    "model_config.quantization": "int8",
+    "teacher_model_config.lora_config":
+        "{module_path: x, rank: 4, alpha: 1.0}",
     "training_config.perf_metrics_options": "{trace_dir: x}",
     "training_config.max_seq_token_per_tpu": "64",
     "teacher_model_config.layers": "[0]",

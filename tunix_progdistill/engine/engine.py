@@ -84,6 +84,7 @@ class Engine:
     self._accumulation = accumulation
     self._max_grad_norm = max_grad_norm
     self._constant = constant
+    modules.let_go_of_small_types(model)
     # Every stage's rules are judged now, not after hours of the first stage.
     self._paths = []
     sizes = freezing.parameter_sizes(model, wrt)

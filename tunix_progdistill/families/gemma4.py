@@ -16,6 +16,7 @@ from tunix_progdistill.families import gemma3
 from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
+from tunix_progdistill.families import quantised
 
 _PACKAGE = "tunix.models.gemma4."
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -293,6 +294,7 @@ def _keeps_layers_flat() -> bool:
 
 FAMILY = base.Family(
     name="gemma4",
+    mend=quantised.einsum_without_cast,
     class_names=("Gemma4",),
     package=_PACKAGE,
     head=lambda model: heads.Head.of(

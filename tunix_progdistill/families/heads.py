@@ -50,7 +50,9 @@ class Head:
 
   def fault(self, model: nnx.Module) -> str | None:
     """Why hidden states and matrix would not give the logits, or None."""
-    value = self.variable(model).get_value()
+    variable = self.variable(model)
+    # What qwix puts in a kernel's place is no variable.
+    value = variable.get_value() if isinstance(variable, nnx.Variable) else None
     plain = isinstance(value, jax.Array) and jnp.issubdtype(
         value.dtype, jnp.floating
     )

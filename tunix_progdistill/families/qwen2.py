@@ -8,6 +8,7 @@ from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import llama3
+from tunix_progdistill.families import quantised
 
 _PACKAGE = "tunix.models.qwen2."
 # What transformers takes where a field is absent.
@@ -75,6 +76,7 @@ def _tensors(config: Any) -> list[hf.Tensor]:
 
 FAMILY = base.Family(
     name="qwen2",
+    mend=quantised.einsum_without_cast,
     class_names=("Qwen2",),
     package=_PACKAGE,
     head=lambda model: heads.Head.of(

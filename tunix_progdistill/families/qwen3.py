@@ -1,13 +1,18 @@
 """Qwen3: tied or separate head; Tunix's attention ignores its rope_theta."""
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 from typing import Any
+
+from flax import nnx
 
 from tunix_progdistill.families import base
 from tunix_progdistill.families import heads
 from tunix_progdistill.families import hf
 from tunix_progdistill.families import hf_config
 from tunix_progdistill.families import llama3
+from tunix_progdistill.families import quantised
 from tunix_progdistill.families import qwen2
 from tunix_progdistill.families import rope
 
@@ -50,6 +55,12 @@ def _tensors(config: Any) -> list[hf.Tensor]:
   })
 
 
+@contextlib.contextmanager
+def _mend(model: nnx.Module) -> Iterator[None]:
+  with rope.theta_of_config(model), quantised.einsum_without_cast(model):
+    yield
+
+
 FAMILY = base.Family(
     name="qwen3",
     class_names=("Qwen3",),
@@ -57,7 +68,7 @@ FAMILY = base.Family(
     head=lambda model: heads.Head.of(
         tied=model.config.use_tied_embedding, dtype=model.config.dtype
     ),
-    mend=rope.theta_of_config,
+    mend=_mend,
     hf=hf.HuggingFace(
         model_types=("qwen3",),
         loader="tunix.models.qwen3.params",

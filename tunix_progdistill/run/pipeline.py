@@ -121,6 +121,7 @@ class _Run:
         source, self.models.tokenizer, add_eos=config.tokenizer_config.add_eos
     )
     folder.check_same("held-out data", self._data.eval.fingerprint)
+    self.models = self.models.compared(self._data.eval)
     weights.check_export(folder / "student", self.models.student)
     self._metrics = metrics_file.MetricsFile(folder / "metrics.jsonl")
     student = self.models.student.model
@@ -163,10 +164,18 @@ class _Run:
       finally:
         summary.updates = trainer.train_steps
       self._conclude(summary)
-      weights.export(
-          trainer.model, self._folder / "student", loaded=self.models.student
-      )
+      self._export()
     return tables.text(summary, self._metrics.records("eval"))
+
+  def _export(self) -> None:
+    """Writes the student, its adapters in its weights."""
+    model = self._trainer.model
+    lora = self._config.model_config.lora_config
+    if lora:
+      model = students.merged(model, alpha=lora["alpha"])
+    weights.export(
+        model, self._folder / "student", loaded=self.models.student
+    )
 
   def stopped(self) -> str:
     """What a user who stops the run must know."""

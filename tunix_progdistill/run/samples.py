@@ -19,11 +19,14 @@ def _greedy(
     model: nnx.Module, tokens: jax.Array, start: jax.Array, length: int
 ) -> jax.Array:
   """Fills tokens[0, start:length] with the most likely next token."""
+  graph, state = nnx.split(model)
 
   def body(i, tokens):
+    # Adapters write on their modules, which must be of the loop's own trace.
+    inner = nnx.merge(graph, state)
     mask = jnp.arange(length)[None] < i
-    with families.tracing(model):
-      logits = causal_lm.forward(model, tokens, mask)
+    with families.tracing(inner):
+      logits = causal_lm.forward(inner, tokens, mask)
     return tokens.at[0, i].set(jnp.argmax(logits[0, i - 1]))
 
   return jax.lax.fori_loop(start, length, body, tokens)

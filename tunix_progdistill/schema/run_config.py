@@ -59,8 +59,8 @@ class RunConfig:
   Attributes:
     model_config: the model that is trained, the student.
     teacher_model_config: the teacher; keys that are left out are those of
-      model_config, but for layers. Null for the whole model of model_config,
-      which then must set layers.
+      model_config, but for layers and lora_config. Null for the whole model of
+      model_config, which then must set layers.
     tokenizer_config: how text becomes tokens.
     data_config: which text, and how it becomes batches; Tunix's keys of this
       stand at the top level.
@@ -157,7 +157,9 @@ class RunConfig:
     """The teacher: teacher_model_config, or the whole model of model_config."""
     if self.teacher_model_config is not None:
       return self.teacher_model_config
-    return dataclasses.replace(self.model_config, layers=None)
+    return dataclasses.replace(
+        self.model_config, layers=None, lora_config=None
+    )
 
   def tokenizer_folder(self) -> pathlib.Path | None:
     """Where the tokenizer is; None for the teacher's own.
@@ -298,6 +300,13 @@ class RunConfig:
 
   def _check_teacher(self) -> None:
     teacher = self.teacher_model_config
+    if self.model_config.quantization is not None:
+      raise errors.invalid(
+          "model_config.quantization", "must be null, for it is a teacher's",
+          self.model_config.quantization,
+          "write teacher_model_config.quantization, or for the student "
+          "model_config.lora_config.weight_qtype",
+      )
     if teacher is None:
       if self.model_config.layers is None:
         raise errors.invalid(
@@ -312,6 +321,12 @@ class RunConfig:
           "teacher_model_config.layers", "must be null, for only a student is "
           "cut", list(teacher.layers),
           "write teacher_model_config.layers=null",
+      )
+    if teacher.lora_config:
+      raise errors.invalid(
+          "teacher_model_config.lora_config", "must be empty, for only a "
+          "student has adapters", dict(teacher.lora_config),
+          "write model_config.lora_config",
       )
     if teacher == self.model_config:
       raise errors.invalid(

@@ -23,6 +23,9 @@ DATA_KEYS = (
     "max_target_length", "num_train_epochs", "num_batches", "tfds_download",
 )
 
+# What a teacher does not inherit from model_config.
+OWN_KEYS = ("layers", "lora_config")
+
 # Sections and keys of Tunix's other commands.
 NOT_READ = frozenset((
     "actor_model_config", "agent_class_path", "agent_kwargs",
@@ -86,7 +89,7 @@ def build(tree: Mapping[str, Any], source: run_config.Source) -> (
   model = tree.pop("model_config")
   teacher = tree.pop("teacher_model_config")
   if teacher is not None:
-    inherited = {k: v for k, v in model.items() if k != "layers"}
+    inherited = {k: v for k, v in model.items() if k not in OWN_KEYS}
     teacher = _model("teacher_model_config", {**inherited, **teacher})
   own = {k.name for k in optimizer.section_keys() if not k.implied}
   rate = tree.pop("optimizer_config")

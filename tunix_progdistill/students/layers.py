@@ -78,8 +78,15 @@ def from_layers(teacher: nnx.Module, layers: Sequence[int]) -> nnx.Module:
 
 
 def num_parameters(model: nnx.Module) -> int:
-  """The number of entries of all parameters; a tied one counts once."""
-  return sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+  """The number of entries of all parameters; a tied one counts once.
+
+  The scales of a quantised kernel are none.
+  """
+  return sum(
+      v.get_value().size
+      for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
+      if path[-2:-1] != ("array",) or path[-1] == "qvalue"
+  )
 
 
 def _follow(node: Any, path: Sequence[str]) -> Any:

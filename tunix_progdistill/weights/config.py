@@ -9,17 +9,19 @@ from typing import Any
 
 from tunix_progdistill import errors
 from tunix_progdistill.families import remat
+from tunix_progdistill.students import adapters
 
 SOURCES = ("local", "gguf", "huggingface", "kaggle", "gcs")
 DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS = ("int8", "nf4")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
   """Which model, and where its weights are: Tunix's `model_config`.
 
-  `local`, `gguf`, `vocabulary_size`, `dtype` and `layers` are this package's;
-  everything else is Tunix's and means what it means there.
+  `local`, `gguf`, `vocabulary_size`, `dtype`, `layers` and `quantization` are
+  this package's; everything else is Tunix's and means what it means there.
 
   Attributes:
     model_name: the model's name in Tunix's spelling or the hub's, such as
@@ -40,7 +42,12 @@ class ModelConfig:
     remat_config: what the backward pass computes again to save memory: none,
       block (attention and MLP) or decoder (whole layers); Tunix's numbers 1, 2
       and 3 are taken as well. Only a student has a backward pass.
-    lora_config: must be empty; a LoRA student is made in Python.
+    lora_config: train adapters instead of the weights, by qwix: module_path (a
+      regex on module paths), rank, alpha, and perhaps dropout, weight_qtype
+      (int8, int4 or nf4, for the frozen kernels) and tile_size. Only a student
+      has adapters; the exported student has them in its weights.
+    quantization: int8 or nf4, of a teacher's kernels, by qwix; null leaves them
+      as they are.
     mesh: mesh of devices as in Tunix, shape and axis_names, such as shape
       "(1,2)" and axis_names "('fsdp','tp')"; null for one device.
     dtype: float32 or bfloat16, of the loaded parameters.
@@ -65,6 +72,7 @@ class ModelConfig:
   flash_attention_block_size: int = 1024
   remat_config: str = "none"
   lora_config: Mapping[str, Any] | None = None
+  quantization: str | None = None
   mesh: Mapping[str, Any] | None = None
   dtype: str = "float32"
   vocabulary_size: int | None = None
@@ -93,12 +101,17 @@ class ModelConfig:
     )
     if self.vocabulary_size is not None:
       _check_integer("vocabulary_size", self.vocabulary_size, 1)
-    if self.lora_config is not None and (
-        not isinstance(self.lora_config, Mapping) or self.lora_config
-    ):
+    if self.lora_config is not None:
+      if not isinstance(self.lora_config, Mapping):
+        raise _invalid(
+            "lora_config", "must be a mapping", self.lora_config,
+            "write e.g. {module_path: .*q_einsum, rank: 16, alpha: 16.0}",
+        )
+      if self.lora_config:  # Tunix's own YAML has an empty one
+        adapters.check(self.lora_config, "model_config.lora_config")
+    if self.quantization is not None and self.quantization not in QUANTIZATIONS:
       raise _invalid(
-          "lora_config", "must be empty", self.lora_config,
-          "apply qwix's LoRA to the student in Python",
+          "quantization", *_near(self.quantization, QUANTIZATIONS)
       )
     object.__setattr__(self, "layers", _layers(self.layers))
     if self.mesh is not None:
