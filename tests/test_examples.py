@@ -1,8 +1,11 @@
-"""The example's YAMLs are configs, and its check can fail."""
+"""Every example runs, and says what it should."""
 
+import contextlib
 import copy
+import io
 import json
 import pathlib
+import runpy
 import subprocess
 import sys
 
@@ -10,7 +13,8 @@ import pytest
 
 from tunix_progdistill import schema
 
-_FOLDER = pathlib.Path(__file__).parent.parent / "examples" / "gemma_to_small"
+_EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+_FOLDER = _EXAMPLES / "gemma_to_small"
 _SUMMARY = {
     "models": [
         {"name": "teacher", "parameters": 100, "kl_div_tau1": 0.0},
@@ -55,3 +59,48 @@ def test_check(where, value, code, tmp_path):
   )
   assert done.returncode == code
   assert bool(done.stderr) == bool(code)
+
+
+def _printed(monkeypatch, name):
+  """What an example prints as a program."""
+  monkeypatch.syspath_prepend(str(_EXAMPLES))
+  out = io.StringIO()
+  with contextlib.redirect_stdout(out):
+    runpy.run_path(str(_EXAMPLES / name), run_name="__main__")
+  return [line for line in out.getvalue().splitlines() if line]
+
+
+def test_stock_script_and_its_variants(monkeypatch):
+  """Swap: the same losses. Hook and trainer: the same run."""
+  stock, swap, hook, trainer = (
+      _printed(monkeypatch, f"stock_script{name}.py")
+      for name in ("", "_swap", "_hook", "_trainer")
+  )
+  assert len(stock) == 3 and stock == swap
+  assert hook == trainer
+  assert float(hook[-1].split()[-1]) < float(hook[0].split()[-1])
+
+
+def test_stock_script_knows_nothing_of_us():
+  assert "progdistill" not in (
+      (_EXAMPLES / "stock_script.py").read_text().split('"""')[2]
+  )
+
+
+@pytest.mark.slow
+def test_notebook():
+  """Every cell, in order; what a cell prints is what the file shows."""
+  import matplotlib
+
+  matplotlib.use("agg")
+  notebook = json.loads((_EXAMPLES / "logit_distillation.ipynb").read_text())
+  names = {}
+  codes = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+  assert len(codes) == 5
+  for cell in codes:
+    lines = [s for s in cell["source"] if not s.startswith("%")]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+      exec(compile("".join(lines), "cell", "exec"), names)
+    shown = "".join(t for o in cell["outputs"] for t in o["text"])
+    assert out.getvalue() == shown
