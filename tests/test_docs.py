@@ -133,3 +133,15 @@ def test_yaml_of_the_docs_is_accepted(tmp_path):
     schema.resolve([
         str(tiny), f"override_config_file={over}", "model_config.layers=null",
     ] if i == 0 else [str(tiny), f"override_config_file={over}"])
+
+
+def test_snippets_of_opting_in_run():
+  """As one script; the trainer is Tunix's own where the flag is off."""
+  snippets = _blocks(_ROOT / "docs" / "opting_in.md", "python")
+  out = _run(["-c", "\n".join(snippets)]).splitlines()
+  assert out[0] == "6 updates, compiled (1, 1, 1) times"
+  assert out[1:3] == ["ProgressiveDistillationTrainer", "DistillationTrainer"]
+  assert out[3] == (
+      "('cosine', 'exponential', 'halfway', 'linear') 1.0"
+  )
+  assert out[4].startswith("int8: kernels at 0.")
