@@ -134,7 +134,8 @@ def test_step_by_step_without_jit():
   made = trainer(*models())
   made.train(batches(2), skip_jit=True)
   for name, value in toys.parameters(made.model).items():
-    np.testing.assert_allclose(value, compiled[1][name], atol=1e-6)
+    # Summed in another order, operation by operation, through two updates.
+    np.testing.assert_allclose(value, compiled[1][name], atol=5e-6)
 
 
 def arrays(compiled) -> set[tuple[int, ...]]:

@@ -206,7 +206,6 @@ def test_bound_strategy_lets_its_trainer_go():
 
 
 def test_unbound_schedule_warns_once(caplog):
-  logging.get_absl_logger().propagate = True
   trainer = _made(_ours(), options={
       "temperature": tpd.anneal(4, 1, "linear", updates=6)
   })

@@ -2,7 +2,6 @@
 
 import logging as std_logging
 
-from absl import logging
 import numpy as np
 import optax
 import pytest
@@ -32,7 +31,6 @@ class Halved(strategies.LogitStrategy):
 
 @pytest.fixture
 def warnings(caplog):
-  logging.get_absl_logger().propagate = True
   with caplog.at_level(std_logging.WARNING, logger="absl"):
     yield lambda: [r.getMessage() for r in caplog.records]
 
