@@ -72,7 +72,7 @@ def _one_device(rows):
   return trained, losses
 
 
-def _run(rows, devices, optimizer=_SGD):
+def run(rows, devices, optimizer=_SGD):
   student_fn, student, teacher_fn, teacher, trainable = _models()
   traces = []
 
@@ -104,7 +104,7 @@ def _bits(x):
 
 @pytest.mark.parametrize("rows, number", [(8, 8), (5, 8), (5, 2)])
 def test_equals_one_device(rows, number):
-  state, losses = _run(rows, jax.devices()[:number])
+  state, losses = run(rows, jax.devices()[:number])
   expected, others = _one_device(rows)
   np.testing.assert_allclose(losses, others, rtol=1e-6)
   _, student, *_ = _models()
@@ -122,7 +122,7 @@ def test_equals_one_device(rows, number):
 
 
 def test_devices_stay_equal_and_frozen_leaves_as_they_were():
-  state, _ = _run(5, jax.devices(), optax.adamw)
+  state, _ = run(5, jax.devices(), optax.adamw)
   _, student, _, _, trainable = _models()
   assert set(state.frozen) == set(student) - trainable
   for name, copies in state.frozen.items():

@@ -1,6 +1,7 @@
 """Tiny models, batches and plans that the tests share."""
 
 from collections.abc import Callable
+import pathlib
 from typing import Any
 
 from flax import nnx
@@ -163,11 +164,24 @@ def hooked(
   import optax  # pylint: disable=g-import-not-at-top
 
   made = stock(**kwargs)
-  tpd.ProgressiveFreezingHook(
+  hook = tpd.ProgressiveFreezingHook(
       plan() if progressive is None else progressive,
       optimizer=optax.adamw if optimizer is None else optimizer,
   ).attach(made)
+  # Where the tests look for it after the run, which detaches.
+  vars(made)["engine"] = hook.engine
   return made
+
+
+def saved(root: pathlib.Path) -> pathlib.Path:
+  """Where a run in `root` has its checkpoints; a hook's are one below."""
+  below = root / "progressive"
+  return below if below.exists() else root
+
+
+def files(root: pathlib.Path) -> list[pathlib.Path]:
+  """Every file below `root`."""
+  return [path for path in root.rglob("*") if path.is_file()]
 
 
 def history(trainer_, name: str, mode: str = "train") -> np.ndarray:

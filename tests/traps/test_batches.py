@@ -81,13 +81,13 @@ def _trainer(seen):
           example_ids[:, None] == 7, input_tokens.shape
       ),
   )
-  return tpd.ProgressiveDistillationTrainer(
-      toys.Table([toys.F1_STUDENT]),
-      toys.Table([toys.F1_TEACHER]),
-      strategy,
-      optax.sgd,
-      toys.config(
-          tpd.StagePlan(stages=(tpd.Stage(updates=2),), learning_rate=0.0)
+  return toys.trainer(
+      student=toys.Table([toys.F1_STUDENT]),
+      teacher=toys.Table([toys.F1_TEACHER]),
+      strategy_fn=lambda: strategy,
+      optimizer=optax.sgd,
+      progressive=tpd.StagePlan(
+          stages=(tpd.Stage(updates=2),), learning_rate=0.0
       ),
   )
 

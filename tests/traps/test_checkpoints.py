@@ -30,18 +30,20 @@ class Mine(tpd.ProgressiveDistillationTrainer):
     return {"mine": 7}
 
 
-def _make(root, cls=tpd.ProgressiveDistillationTrainer, **kwargs):
-  return cls(
+def _make(root, **kwargs):
+  return toys.trainer(checkpoint_root_directory=str(root), **kwargs)
+
+
+def _make_mine(root):
+  return Mine(
       toys.Toy(seed=1), toys.Toy(seed=0), toys.strategy(), optax.adamw,
-      toys.config(
-          toys.plan(), checkpoint_root_directory=str(root), **kwargs
-      ),
+      toys.config(toys.plan(), checkpoint_root_directory=str(root)),
   )
 
 
 def test_closing_checkpoint_carries_the_run(tmp_path):
   """Trap 10: Tunix writes its closing checkpoint without any metadata."""
-  trainer = _make(tmp_path, Mine)
+  trainer = _make_mine(tmp_path)
   trainer.record_event("advance")  # ends stage 0 before its first update
   trainer.train(toys.batches(3))
   found = _metadata(tmp_path, 3)
@@ -50,7 +52,7 @@ def test_closing_checkpoint_carries_the_run(tmp_path):
       {"update": 0, "kind": "advance", "value": 1.0}
   ]
   assert len(found["progressive"]["fingerprint"]["stages"]) == 3
-  again = _make(tmp_path, Mine)
+  again = _make_mine(tmp_path)
   assert again.train_steps == 3
   assert again.engine.run_state == trainer.engine.run_state
   assert again.engine.stage == 2
@@ -69,7 +71,13 @@ def all_updates(tmp_path_factory):
       yield batch
 
   trainer.train(data())
-  return root, [*weights, toys.parameters(trainer.model)]
+  return toys.saved(root), [*weights, toys.parameters(trainer.model)]
+
+
+def _only(root, update, to):
+  """A run at `to` that has the checkpoint of `update` and no other."""
+  _make(to).close()
+  shutil.copytree(root / str(update), toys.saved(to) / str(update))
 
 
 @pytest.mark.parametrize("update", [1, 2, 3, 4, 5, 6])
@@ -79,7 +87,7 @@ def test_every_update_restores(all_updates, tmp_path, update):
   An optimizer of another structure makes the constructor raise.
   """
   root, weights = all_updates
-  shutil.copytree(root / str(update), tmp_path / str(update))
+  _only(root, update, tmp_path)
   trainer = _make(tmp_path)
   assert trainer.train_steps == update
   assert trainer.engine.stage == (0, 0, 1, 1, 2, 2)[update - 1]
@@ -91,7 +99,7 @@ def test_every_update_restores(all_updates, tmp_path, update):
 def test_boundary_goes_on_as_if_never_stopped(all_updates, tmp_path):
   """Trap 10: from the boundary, the rest of the run is bit-equal."""
   root, weights = all_updates
-  shutil.copytree(root / "4", tmp_path / "4")
+  _only(root, 4, tmp_path)
   trainer = _make(tmp_path)
   trainer.train(toys.batches(6))
   assert trainer.train_steps == 6
@@ -160,7 +168,7 @@ def test_failed_save_leaves_the_last_good_one(tmp_path):
   """Trap 15: a truncated checkpoint is passed over, not fatal."""
   trainer = _make(tmp_path, checkpointing_options=_every_update())
   trainer.train(toys.batches(3))
-  for file in (tmp_path / "3" / "model_params").rglob("*"):
+  for file in (toys.saved(tmp_path) / "3" / "model_params").rglob("*"):
     if file.is_file():
       file.write_bytes(b"")
   again = _make(tmp_path)

@@ -39,7 +39,7 @@ def test_empty_dataset(tmp_path, start, accumulation):
   with pytest.raises(ValueError, match="train_ds must hold at least") as e:
     start(trainer)
   assert "\n" not in str(e.value)
-  assert list(tmp_path.iterdir()) == []
+  assert toys.files(tmp_path) == []
   assert trainer.train_steps == 0
 
 
@@ -98,7 +98,7 @@ def test_vocabulary_mismatch(tmp_path, student):
   assert "\n" not in str(e.value)
   assert "16" in str(e.value)
   assert str(student) in str(e.value)
-  assert list(tmp_path.iterdir()) == []
+  assert toys.files(tmp_path) == []
   for path, value in toys.parameters(model).items():
     np.testing.assert_array_equal(value, before[path], err_msg=path)
 
@@ -119,23 +119,21 @@ def test_resumed_run_sees_each_batch_of_a_hook_once(tmp_path, accumulation):
   """Trap 24: Tunix skips trained batches of an iterable, not of a hook."""
   seen = []
 
-  class Recording(tpd.ProgressiveDistillationTrainer):
-
-    def gen(self, x):
-      seen.append(int(x.input_tokens[0, 0]))
-      return {"input_tokens": x.input_tokens, "input_mask": x.input_mask}
+  def gen(x):
+    seen.append(int(x.input_tokens[0, 0]))
+    return {"input_tokens": x.input_tokens, "input_mask": x.input_mask}
 
   def make():
-    trainer = Recording(
-        toys.Toy(seed=1, layers=2), toys.Toy(layers=1), toys.strategy(),
-        optax.sgd,
-        toys.config(
-            tpd.StagePlan(stages=(tpd.Stage(updates=4),), learning_rate=0.1),
-            checkpoint_root_directory=str(tmp_path),
-            gradient_accumulation_steps=accumulation,
+    trainer = toys.trainer(
+        student=toys.Toy(seed=1, layers=2), teacher=toys.Toy(layers=1),
+        optimizer=optax.sgd,
+        progressive=tpd.StagePlan(
+            stages=(tpd.Stage(updates=4),), learning_rate=0.1
         ),
+        checkpoint_root_directory=str(tmp_path),
+        gradient_accumulation_steps=accumulation,
     )
-    return trainer.with_gen_model_input_fn(trainer.gen)
+    return trainer.with_gen_model_input_fn(gen)
 
   each = accumulation or 1
   numbered = [toys.batch(np.full((2, 4), i)) for i in range(4 * each)]
