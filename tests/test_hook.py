@@ -1,5 +1,6 @@
 """A hook on a stock trainer does what our trainer does, by the same engine."""
 
+import flax
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -259,6 +260,50 @@ def test_plain_trainer_in_stages():
       n.startswith(("layers/0", "layers/1", "layers/2", "embedder"))
       for n in moved
   )
+
+
+@flax.struct.dataclass
+class _Metric:
+  """The form of a metric on Tunix's main branch."""
+
+  unreduced_sum: jax.Array
+  denominator: jax.Array
+
+  def compute(self):
+    return self.unreduced_sum / self.denominator
+
+
+@flax.struct.dataclass
+class _Unreduced:
+  """The form of a loss there."""
+
+  primary_loss: _Metric
+  aux_metrics: dict
+
+
+def test_unreduced_loss_is_weighed_by_its_own_denominator():
+  """Micro-batches of unequal counts: the sums over the sum of the counts."""
+  trainer = _plain(gradient_accumulation_steps=2, eval_every_n_steps=9)
+  tpd.ProgressiveFreezingHook(
+      tpd.StagePlan(stages=(tpd.Stage(updates=1, learning_rate=1e-9),)),
+      optimizer=optax.sgd,
+  ).attach(trainer)
+  data = toys.batches(2, vocabulary=64)
+
+  def loss(model, input_tokens, positions, attention_mask, **_):
+    logits, _ = model(input_tokens, positions, None, attention_mask)
+    first = jnp.all(input_tokens == data[0].input_tokens)
+    count = jnp.where(first, 1.0, 3.0)
+    total = jnp.where(first, 10.0, 60.0) + 0.0 * jnp.sum(logits)
+    metric = _Metric(total, count)
+    return _Unreduced(metric, {"mine": metric, "plain": count})
+
+  trainer.with_loss_fn(loss)
+  trainer.train(data, data)
+  assert toys.history(trainer, "loss").tolist() == [17.5]
+  assert toys.history(trainer, "mine").tolist() == [17.5]
+  assert toys.history(trainer, "plain").tolist() == [2.5]
+  assert toys.history(trainer, "loss", "eval").tolist() == [17.5]
 
 
 def test_plain_trainer_distils():

@@ -133,6 +133,19 @@ class _Spy(_Distill):
     super().__setattr__(name, value)
 
 
+def _unreduced_loss() -> bool:
+  """A loss of this form on Tunix's main branch; a mean before."""
+  if not hasattr(sft_utils, "LossOutput"):
+    return True
+  metric = sft_utils.WeightedMetric(jnp.float32(6.0), jnp.float32(3.0))
+  out = sft_utils.LossOutput(primary_loss=metric, aux_metrics={"a": metric})
+  return (
+      out.primary_loss.unreduced_sum == 6.0
+      and out.primary_loss.denominator == 3.0
+      and out.aux_metrics["a"].compute() == 2.0
+  )
+
+
 def _constructor_order():
   order = _Spy(
       toys.Table([toys.F1_STUDENT]), toys.Table([toys.F1_TEACHER]),
@@ -400,6 +413,12 @@ TABLE = [
         lambda: _stock().with_gen_model_input_fn(
             lambda x: {"mine": x}
         ).gen_model_input_fn(1)["inputs"] == {"mine": 1},
+    ),
+    Line(
+        "sft.utils.LossOutput", "objectives.foreign",
+        "hold primary_loss (unreduced_sum, denominator) and aux_metrics of "
+        "the same kind with a compute(), else be absent",
+        _unreduced_loss,
     ),
     # -- an instance that the engine is lent to
     Line(

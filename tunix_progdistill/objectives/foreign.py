@@ -5,6 +5,9 @@ was taken. It is weighed by the tokens of the input mask, so that a batch with
 more tokens counts for more:
 
   total = mean * n,  count = n = the number of valid input tokens
+
+A loss that names its sum and its denominator, as those of Tunix's main branch
+do, is taken at its word.
 """
 
 from collections.abc import Callable
@@ -127,17 +130,48 @@ class LossFunction:
 
 
 def _weigh(out, inputs: Mapping[str, Any], weight) -> terms.LossTerms:
+  if _is_unreduced(out):
+    return _unreduced_terms(out, weight)
   loss, aux = out if isinstance(out, tuple) else (out, {})
   metrics = aux if isinstance(aux, Mapping) else {}
   mask = inputs.get("input_mask")
   if mask is None:
     mask = jnp.ones(jax.tree.leaves(dict(inputs))[0].shape[:1])
   count = jnp.sum((mask != 0).astype(jnp.float32)) * weight
-  scaled = lambda x: jnp.where(
-      count > 0, jnp.asarray(x, jnp.float32) * count, 0.0
-  )
   return terms.LossTerms(
-      total=scaled(loss),
+      total=_sum_of(loss, count),
       count=count,
-      parts={k: scaled(v) for k, v in metrics.items() if np.ndim(v) == 0},
+      parts={k: _sum_of(v, count) for k, v in metrics.items() if _scalar(v)},
   )
+
+
+def _is_unreduced(out: Any) -> bool:
+  """Whether a loss came as a sum and its denominator: Tunix's `LossOutput`.
+
+  Tunix has it since 0.1.8; before, a loss is a mean, or a mean and metrics.
+  """
+  return hasattr(out, "primary_loss")
+
+
+def _unreduced_terms(out: Any, weight) -> terms.LossTerms:
+  """The loss's own sum and count: nothing needs to be guessed."""
+  loss = out.primary_loss
+  count = jnp.asarray(loss.denominator, jnp.float32) * weight
+  mean = lambda m: m.compute() if hasattr(m, "unreduced_sum") else m
+  means = {k: mean(v) for k, v in out.aux_metrics.items()}
+  return terms.LossTerms(
+      total=jnp.where(
+          count > 0, jnp.asarray(loss.unreduced_sum, jnp.float32) * weight, 0.0
+      ),
+      count=count,
+      parts={k: _sum_of(v, count) for k, v in means.items() if _scalar(v)},
+  )
+
+
+def _sum_of(mean: Any, count: jax.Array) -> jax.Array:
+  """The sum of which `mean` is the mean; a mean over nothing may be NaN."""
+  return jnp.where(count > 0, jnp.asarray(mean, jnp.float32) * count, 0.0)
+
+
+def _scalar(value: Any) -> bool:
+  return np.ndim(value) == 0
