@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from tunix.distillation import distillation_trainer
 from tunix.sft import checkpoint_manager as tunix_checkpoints
 
 from tests import toys
@@ -56,6 +57,36 @@ def test_closing_checkpoint_carries_the_run(tmp_path):
   assert again.train_steps == 3
   assert again.engine.run_state == trainer.engine.run_state
   assert again.engine.stage == 2
+
+
+class MineStock(distillation_trainer.DistillationTrainer):
+  """A user's subclass of Tunix's trainer."""
+
+  custom_checkpoint_metadata = Mine.custom_checkpoint_metadata
+
+
+def test_attached_checkpoint_carries_the_users_metadata(tmp_path):
+  """The closing one too, and the resumed instance has it back."""
+
+  def make():
+    trainer = MineStock(
+        toys.Toy(seed=1), toys.Toy(seed=0), toys.strategy(),
+        optax.set_to_zero(),
+        distillation_trainer.TrainingConfig(
+            eval_every_n_steps=9, checkpoint_root_directory=str(tmp_path)
+        ),
+    )
+    hook = tpd.ProgressiveFreezingHook(toys.plan(), optimizer=optax.adamw)
+    hook.attach(trainer)
+    return trainer
+
+  make().train(toys.batches(3))
+  found = _metadata(toys.saved(tmp_path), 3)
+  assert found["mine"] == 7
+  assert len(found["progressive"]["fingerprint"]["stages"]) == 3
+  again = make()
+  assert again.train_steps == 3
+  assert again._restored_custom_metadata["mine"] == 7
 
 
 @pytest.fixture(scope="module")
