@@ -18,6 +18,11 @@ from tunix_progdistill.teachers import quantised
 
 _LORA = {"module_path": ".*(attn|mlp).*", "rank": 2, "alpha": 3.0}
 _NAMES = ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
+# Every family once, and every type: of all pairs, what is not slow.
+_FEW = {
+    ("gemma", None), ("gemma3", "int8"), ("gemma4", "nf4"), ("llama3", None),
+    ("qwen2", "int8"), ("qwen3", "nf4"),
+}
 
 
 def _logits(model):
@@ -41,8 +46,13 @@ def _wake(model):
   nnx.update(model, jax.tree.unflatten(tree, noise))
 
 
-@pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize(
+    ("name", "qtype"), [
+        pytest.param(
+            name, qtype, marks=[pytest.mark.slow] * ((name, qtype) not in _FEW)
+        ) for name in _NAMES for qtype in (None, "int8", "nf4")
+    ],
+)
 def test_merged_is_the_adapted_model(name, qtype):
   """W + (alpha / r) A B, in each family's own axes."""
   plain = _model(name)
@@ -60,7 +70,10 @@ def test_merged_is_the_adapted_model(name, qtype):
   np.testing.assert_array_equal(_logits(model), expected)  # left as it was
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", [
+    name if name in ("gemma3", "llama3") else
+    pytest.param(name, marks=pytest.mark.slow) for name in _NAMES
+])
 def test_int8_kernels_take_a_quarter(name):
   """At most 0.27x of their float32 bytes; embedding and norms are shared."""
   wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}
@@ -97,8 +110,11 @@ def test_nf4_is_coarser(name):
   assert 0 < errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-@pytest.mark.parametrize("name", ["llama3", "qwen2"])
+@pytest.mark.parametrize(("name", "kind"), [
+    ("llama3", "int8"), ("qwen2", "nf4"),
+    pytest.param("llama3", "nf4", marks=pytest.mark.slow),
+    pytest.param("qwen2", "int8", marks=pytest.mark.slow),
+])
 def test_quantised_teacher_and_student_train(name, kind):
   """QLoRA under a quantised teacher; committed arrays, as loaders give them."""
   whole = _model(name)

@@ -310,7 +310,9 @@ def _sharded(seed, mesh):
     return make()
 
 
-@_BOTH
+@pytest.mark.parametrize(
+    "make", [_by_hook, pytest.param(_by_trainer, marks=pytest.mark.slow)]
+)
 def test_mesh_keeps_shardings_and_equals_one_device(make):
   mesh = shd.Mesh(np.array(jax.devices()).reshape(2, -1), ("fsdp", "tp"))
   student = _sharded(0, mesh)
