@@ -113,7 +113,10 @@ def run(tokens, mask, *, mesh=None, placing="unplaced", accumulation=1):
 
 @pytest.mark.parametrize(
     ("placing", "accumulation"),
-    [("unplaced", 1), ("replicated", 2), ("sharded", 1)],
+    [
+        pytest.param("unplaced", 1, marks=pytest.mark.slow),
+        ("replicated", 2), ("sharded", 1),
+    ],
 )
 def test_k03_1_four_devices_equal_one(placing, accumulation):
   one, _ = run(TOKENS, MASK, accumulation=accumulation)

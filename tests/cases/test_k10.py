@@ -57,7 +57,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(
     ("accumulation", "optimizer"),
-    [(2, "factory"), (1, "injected")],
+    [(2, "factory"), pytest.param(1, "injected", marks=pytest.mark.slow)],
 )
 def test_k10_1_one_compile_per_stage(accumulation, optimizer):
   trainer = toys.trainer(

@@ -47,7 +47,8 @@ def assert_moved(before, model):
 
 
 @pytest.mark.parametrize(
-    ("tied", "accumulation"), [(True, 2), (False, 1)]
+    ("tied", "accumulation"),
+    [(True, 2), pytest.param(False, 1, marks=pytest.mark.slow)],
 )
 def test_k11_1_student_from_the_teachers_arrays(tied, accumulation):
   teacher = toys.Toy(tied=tied, layers=2)

@@ -101,7 +101,8 @@ def weights(model):
     ("kind", "path"),
     [
         ("full", by_strategy), ("full", by_trainer), ("lora", by_strategy),
-        ("lora", by_trainer), ("lora_transformer", by_trainer),
+        ("lora", by_trainer),
+        pytest.param("lora_transformer", by_trainer, marks=pytest.mark.slow),
     ],
 )
 def test_k14_1_only_the_teacher_counts(kind, path):

@@ -4,6 +4,7 @@ from flax import nnx
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import qwix
 from tunix.models.gemma3 import model as gemma3
 
@@ -88,6 +89,7 @@ def check_moves(weights):
     assert np.array_equal(last[name], value) != trains, name
 
 
+@pytest.mark.slow
 def test_k32_1_adapters_move_with_and_without_recomputation():
   plain, norms = train(REMAT.NONE)
   check_moves(plain)

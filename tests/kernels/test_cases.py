@@ -241,7 +241,10 @@ def test_k18_1_top_k():
   )
 
 
-@pytest.mark.parametrize("k", [1, 3, 7, 8])
+@pytest.mark.parametrize("k", [
+    pytest.param(1, marks=pytest.mark.slow), 3,
+    pytest.param(7, marks=pytest.mark.slow), 8,
+])
 def test_k18_top_k_is_a_divergence(k):
   rng = np.random.default_rng(k)
   s, t = 3 * rng.normal(size=(2, 5, 8)).astype(np.float32)
@@ -286,6 +289,7 @@ def test_k18_2_empty_slots_hit_no_token():
   assert float(nothing) == 0.0
 
 
+@pytest.mark.slow
 def test_k20_1_blocks_save_memory():
   """Of loss and gradient together; eight devices are simulated, one is used."""
   shape = jax.ShapeDtypeStruct((2048, 32000), jnp.float32)
