@@ -1,14 +1,18 @@
 """Prints the tables of README.md and docs/kernels.md from the results.
 
-  python benchmarks/tables.py
+  python benchmarks/tables.py [--write]
 
+puts them in their places as well, each where a table with its head stands.
 Of every row the newest measurement in benchmarks/results counts.
 """
 
 import csv
 import pathlib
+import re
+import sys
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+_ROOT = pathlib.Path(__file__).parent.parent
 _NAMES = {
     "drop-in": "one changed line, one-hot labels",
     "chunked": "our trainer, integer labels",
@@ -85,8 +89,31 @@ def memory() -> str:
   return "\n".join(lines)
 
 
+def write(path: pathlib.Path, table: str) -> None:
+  """Puts `table` where `path` has one with the same first line.
+
+  Raises:
+    ValueError: it has none.
+  """
+  text = path.read_text(encoding="utf-8")
+  head = re.escape(table.splitlines()[0])
+  new, found = re.subn(
+      rf"^{head}\n(?:\|.*\n)*", lambda _: table + "\n", text, flags=re.M
+  )
+  if not found:
+    raise ValueError(f"{path.name} must have a table that begins with {head}")
+  path.write_text(new, encoding="utf-8")
+
+
 def main() -> None:
-  print("\n\n".join((speed(), heads(), memory())))
+  places = (
+      (speed(), "README.md"), (heads(), "docs/kernels.md"),
+      (memory(), "README.md"),
+  )
+  print("\n\n".join(table for table, _ in places))
+  if "--write" in sys.argv[1:]:
+    for table, name in places:
+      write(_ROOT / name, table)
 
 
 if __name__ == "__main__":
