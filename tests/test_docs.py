@@ -99,7 +99,7 @@ def test_commands_of_readme_and_docs_run(tmp_path):
       assert words[0] == "python"
       _run(words[1:], cwd=tmp_path)
   runs = tmp_path / "runs"
-  for name in ("tiny", "tiny_fast", "tiny_short", "tiny_rows"):
+  for name in ("tiny", "tiny_fast", "tiny_short", "tiny_lora", "tiny_rows"):
     assert (runs / name / "student" / "config.json").is_file()
   assert (tmp_path / "comparison.html").is_file()
 

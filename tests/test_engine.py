@@ -10,7 +10,9 @@ import tunix_progdistill as tpd
 from tunix_progdistill.engine import engine as engine_lib
 
 
-@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize(
+    "accumulation", [pytest.param(None, marks=pytest.mark.slow), 2]
+)
 def test_failed_first_step_loses_nothing(monkeypatch, accumulation):
   """Donated buffers may be gone when a step fails: weights come back."""
   trainer = toys.trainer(

@@ -102,7 +102,9 @@ def test_hidden_states_times_head_are_the_logits(name):
   np.testing.assert_allclose(product, logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("accumulation", [None, 3])
+@pytest.mark.parametrize(
+    "accumulation", [pytest.param(None, marks=pytest.mark.slow), 3]
+)
 def test_same_run_as_by_logits(accumulation):
   """Other widths, two stages, and a window that a filler ends."""
   stages = (
@@ -117,7 +119,11 @@ def test_same_run_as_by_logits(accumulation):
   same(ask(False), ask(True))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma4", "llama3", "qwen3-tied"])
+@pytest.mark.parametrize("name", [
+    "gemma2", "qwen3-tied",
+    pytest.param("gemma4", marks=pytest.mark.slow),
+    pytest.param("llama3", marks=pytest.mark.slow),
+])
 def test_same_run_in_other_families(name):
   """A cap, a dtype of the config, a head of its own, a tied one."""
   raw = tiny.config(name)
@@ -128,6 +134,7 @@ def test_same_run_in_other_families(name):
   same(ask(False), ask(True))
 
 
+@pytest.mark.slow
 def test_step_by_step_without_jit():
   models = lambda: (toys.gemma3_model(seed=1), toys.gemma3_model(seed=0))
   compiled = run(*models(), number=2)

@@ -11,12 +11,10 @@ from tunix_progdistill import weights
 from tunix_progdistill.cli import main as main_lib
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "qtype", "quantization"),
-    [
-        pytest.param("gemma3-fused", None, "int8", marks=pytest.mark.slow),
-        ("qwen3", "nf4", "nf4"),
-    ],
+    [("gemma3-fused", None, "int8"), ("qwen3", "nf4", "nf4")],
 )
 def test_run(tmp_path, capsys, name, qtype, quantization):
   """Trained, exported with the adapters in its weights, and reported."""

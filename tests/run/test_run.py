@@ -25,7 +25,10 @@ def student(folder) -> dict[str, np.ndarray]:
   return safetensors.numpy.load_file(folder / "student" / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", [
+    name if name in ("gemma3", "qwen2-tied") else
+    pytest.param(name, marks=pytest.mark.slow) for name in LAYERS
+])
 def test_family_from_folder_to_folder(name, tmp_path, capsys):
   more = {}
   if name == "gemma4":
