@@ -50,6 +50,8 @@ def forward_kl(
 ) -> Float[Array, "*N"]:
   """`reference.forward_kl`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature)
+  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.forward_kl, student, teacher, where, block_tokens,
       temperature,
@@ -66,6 +68,8 @@ def reverse_kl(
 ) -> Float[Array, "*N"]:
   """`reference.reverse_kl`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature)
+  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.reverse_kl, student, teacher, where, block_tokens,
       temperature,
@@ -83,6 +87,8 @@ def jsd(
 ) -> Float[Array, "*N"]:
   """`reference.jsd`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature, beta=beta)
+  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.jsd, student, teacher, where, block_tokens, temperature, beta
   )
@@ -97,6 +103,7 @@ def mse(
 ) -> Float[Array, "*N"]:
   """`reference.mse`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(closed_form.mse, student, teacher, where, block_tokens)
 
 
@@ -109,6 +116,7 @@ def cross_entropy(
 ) -> Float[Array, "*N"]:
   """`reference.cross_entropy`, a block at a time."""
   shapes.check(logits, tokens=where, labels=labels)
+  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.cross_entropy, logits, labels, where, block_tokens
   )
@@ -159,6 +167,8 @@ def distillation(
   '0.6109 0.1233 1.0986'
   """
   shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
+  shapes.check_scalars(temperature=temperature, alpha=alpha)
+  shapes.check_sizes(block_tokens=block_tokens)
   total, values = _distillation(
       (kl_div_tau1, teacher_ce, block_tokens), student, teacher,
       _labels(labels, label_ids, student.shape), weights.astype(jnp.float32),

@@ -142,6 +142,7 @@ def distillation(
       lead, weights=weights, teacher_hidden=teacher_hidden[..., 0]
   )
   shapes.check_ids(lead, labels)
+  shapes.check_scalars(temperature=temperature, alpha=alpha)
   plan = heads.Plan(
       student, teacher,
       jnp.promote_types(student_hidden.dtype, student_head.dtype), size,

@@ -94,6 +94,7 @@ def distillation_value_and_grad(
     student's logits, in their shape and dtype.
   """
   shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
+  shapes.check_scalars(temperature=temperature, alpha=alpha)
   devices = tuple(devices or jax.local_devices())
   arrays = split((student, teacher, labels, weights), len(devices))
   scalars = (

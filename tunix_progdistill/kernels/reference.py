@@ -89,6 +89,7 @@ def forward_kl(
   0.91298...
   """
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature)
   shape = where.shape
   flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
   values = jax.vmap(_kl_token, in_axes=(0, 0, None))(
@@ -111,6 +112,7 @@ def reverse_kl(
 
   Source: Gu et al. 2023, MiniLLM, https://arxiv.org/abs/2306.08543.
   """
+  shapes.check(student, teacher=teacher, tokens=where)
   return forward_kl(teacher, student, temperature=temperature, where=where)
 
 
@@ -122,9 +124,12 @@ def _jsd_token(
 ) -> Float[Array, ""]:
   log_p = jax.nn.log_softmax(teacher / temperature)
   log_q = jax.nn.log_softmax(student / temperature)
-  log_m = jnp.logaddexp(jnp.log(beta) + log_p, jnp.log1p(-beta) + log_q)
-  # Of equal distributions the mixture is one of them, bit for bit.
-  log_m = jnp.where(log_p == log_q, log_p, log_m)
+  # Of equal distributions the mixture is one of them, bit for bit; and what
+  # both rule out must have no part in the gradient.
+  same = log_p == log_q
+  a, b = (jnp.where(same, 0.0, x) for x in (log_p, log_q))
+  mixed = jnp.logaddexp(jnp.log(beta) + a, jnp.log1p(-beta) + b)
+  log_m = jnp.where(same, log_p, mixed)
   return beta * _divergence(log_p, log_m) + (1.0 - beta) * _divergence(
       log_q, log_m
   )
@@ -157,6 +162,7 @@ def jsd(
   Source: Agarwal et al. 2023, GKD, https://arxiv.org/abs/2306.13649.
   """
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature, beta=beta)
   flat = lambda x: reduce.blank(x, where).reshape(-1, x.shape[-1])
   values = jax.vmap(_jsd_token, in_axes=(0, 0, None, None))(
       flat(student), flat(teacher), temperature,

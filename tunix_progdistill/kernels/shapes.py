@@ -1,7 +1,13 @@
 """What does not fit is told before anything broadcasts."""
 
+import math
+import numbers
+
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array
+import numpy as np
 
 from tunix_progdistill import errors
 
@@ -19,8 +25,13 @@ def check(
     labels: must be whole numbers `[*N]`, or rows `[*N, V]`.
 
   Raises:
-    ValueError: it does not fit.
+    ValueError: it does not fit, or the vocabulary is empty.
   """
+  if not student.ndim or not student.shape[-1]:
+    raise errors.invalid(
+        "logits", "must end in a vocabulary of at least 1", student.shape,
+        "pass [*N, V]",
+    )
   lead = student.shape[:-1]
   if teacher is not None and teacher.shape != student.shape:
     raise errors.invalid(
@@ -51,3 +62,42 @@ def check_ids(lead: tuple[int, ...], labels: Array, else_: str = "") -> None:
         "labels", f"must be ids {lead}{else_}",
         f"{labels.dtype}{labels.shape}", "mend labels_fn",
     )
+
+
+def check_scalars(
+    *, temperature: ArrayLike = 1.0, alpha: ArrayLike = 1.0,
+    beta: ArrayLike = 0.5,
+) -> None:
+  """Checks the scalars of a loss, as far as they are known.
+
+  One that is traced, or that a device would have to be asked for, is not.
+
+  Raises:
+    ValueError: a scalar out of its range.
+  """
+  for name, value, least, most, rule in (
+      ("temperature", temperature, 0.0, math.inf, "must be > 0 and finite"),
+      ("alpha", alpha, -math.inf, math.inf, "must be finite"),
+      ("beta", beta, 0.0, 1.0, "must lie in (0, 1)"),
+  ):
+    if isinstance(value, jax.Array):
+      continue
+    number = np.asarray(value).item()
+    if not least < number < most:
+      raise errors.invalid(name, rule, number, "see the docstring")
+
+
+def check_sizes(most: float = math.inf, **sizes: int | None) -> None:
+  """Checks whole numbers from 1 to `most`; None is a default.
+
+  Raises:
+    ValueError: another.
+  """
+  for name, value in sizes.items():
+    whole = isinstance(value, numbers.Integral)
+    if value is not None and not (whole and 1 <= value <= most):
+      rule = "be at least 1" if most == math.inf else f"lie in 1 to {most}"
+      raise errors.invalid(
+          name, f"must be a whole number and {rule}", value,
+          "write one of them",
+      )

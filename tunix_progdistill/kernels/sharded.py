@@ -88,6 +88,7 @@ def distillation(
       are not of type Auto.
   """
   shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
+  shapes.check_scalars(temperature=temperature, alpha=alpha)
   layout = _Layout(mesh, batch_axis, vocab_axis)
   total, values = _distillation(
       (layout, kl_div_tau1, block_tokens), student, teacher, labels,
@@ -130,6 +131,7 @@ def forward_kl(
       are not of type Auto.
   """
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature)
   layout = _Layout(mesh, batch_axis, vocab_axis)
   return _forward_kl(
       (layout, block_tokens), student, teacher, where,

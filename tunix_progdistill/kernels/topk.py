@@ -33,6 +33,8 @@ def renormalised_kl(
   distributions, not a bound on the full one.
   """
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature)
+  shapes.check_sizes(student.shape[-1], k=k)
   # Before top_k, for NaN in a masked row would order arbitrarily.
   teacher = reduce.blank(teacher, where)
   student = reduce.blank(student, where)
@@ -66,6 +68,8 @@ def tail_kl(
     `[*N]` float32, 0 <= KL <= `reference.forward_kl`, 0 outside `where`.
   """
   shapes.check(student, teacher=teacher, tokens=where)
+  shapes.check_scalars(temperature=temperature)
+  shapes.check_sizes(student.shape[-1], k=k)
   student = reduce.blank(student, where) / temperature
   teacher = reduce.blank(teacher, where) / temperature
   _, index = jax.lax.top_k(teacher, k)
@@ -96,6 +100,7 @@ def stored_tail_kl(
     `[*N]` float32, >= 0, 0 outside `where`.
   """
   shapes.check(student, tokens=where)
+  shapes.check_scalars(temperature=temperature)
   student = reduce.blank(student, where) / temperature
   known = (index >= 0) & where[..., None]
   log_p = jnp.where(known, teacher_log_p.astype(jnp.float32), -jnp.inf)
