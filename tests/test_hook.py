@@ -317,15 +317,16 @@ def test_plain_trainer_distils():
 
   data = toys.batches(6, vocabulary=64)
   plan = toys.plan()
-  trainer = _plain()
+  model = lambda seed: toys.gemma3_model(seed=seed, num_layers=3)
+  trainer = _plain(model=model(1))
   tpd.ProgressiveFreezingHook(
       plan, optimizer=optax.adamw,
       strategy=tpd.ProgressiveLogitStrategy(forward, forward, labels),
-      teacher_model=toys.gemma3_model(seed=0),
+      teacher_model=model(0),
   ).attach(trainer)
   trainer.train(data, data[:1])
   ours = toys.trainer(
-      student=toys.gemma3_model(seed=1), teacher=toys.gemma3_model(seed=0),
+      student=model(1), teacher=model(0),
       progressive=plan, eval_every_n_steps=2,
       strategy_fn=lambda: tpd.ProgressiveLogitStrategy(
           causal_lm.forward, causal_lm.forward, causal_lm.next_token_labels

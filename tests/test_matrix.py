@@ -24,7 +24,6 @@ _DIAGONAL = {
     ("gemma", "full", "hook"), ("gemma3", "lora", "trainer"),
     ("gemma4", "full", "trainer"), ("llama3", "lora", "hook"),
     ("qwen2", "qlora", "hook"), ("qwen3", "full", "trainer"),
-    ("qwen3", "qlora", "trainer"),
 }
 _ALL = [
     (family, student, adapter) for family in _FAMILIES

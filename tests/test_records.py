@@ -64,8 +64,11 @@ def weights(trainer):
   return toys.parameters(trainer.model)["rows"]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("stop", [4, 14])
+@pytest.mark.parametrize(("stop", "shuffle"), [
+    (4, True), (14, False),
+    pytest.param(4, False, marks=pytest.mark.slow),
+    pytest.param(14, True, marks=pytest.mark.slow),
+])
 def test_k26_1_a_restored_iterator_reads_nothing_twice(tmp_path, stop, shuffle):
   whole = Counting()
   straight = make(None)

@@ -28,7 +28,11 @@ def _worker(adapter, folder, accumulation, kill_at=None):
 
 
 @pytest.mark.parametrize(
-    ("adapter", "accumulation"), [("trainer", 1), ("trainer", 3), ("hook", 3)]
+    ("adapter", "accumulation"),
+    [
+        ("trainer", 3), ("hook", 3),
+        pytest.param("trainer", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_in_every_stage(tmp_path, adapter, accumulation):
   """kill -9 in the first, second and third stage, each time resumed."""
