@@ -11,14 +11,15 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
-from absl import logging
-import jax
-import pytest
+# In the environment, so that every process that a test starts shares it.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+    pathlib.Path(__file__).parent.parent / ".jax_cache"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
-_CACHE = pathlib.Path(__file__).parent.parent / ".jax_cache"
-jax.config.update("jax_compilation_cache_dir", str(_CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+from absl import logging
+import pytest
 
 
 @pytest.fixture(autouse=True)
