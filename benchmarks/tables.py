@@ -2,14 +2,14 @@
 
   python benchmarks/tables.py [--write]
 
-puts them in their places as well, each where a table with its head stands.
+With --write each also takes the place of the table that has its first line.
 Of every row the newest measurement in benchmarks/results counts.
 """
 
+import argparse
 import csv
 import pathlib
 import re
-import sys
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -101,17 +101,23 @@ def write(path: pathlib.Path, table: str) -> None:
       rf"^{head}\n(?:\|.*\n)*", lambda _: table + "\n", text, flags=re.M
   )
   if not found:
-    raise ValueError(f"{path.name} must have a table that begins with {head}")
+    raise ValueError(f"{path.name} must have a table that begins with "
+        f"{table.splitlines()[0]}")
   path.write_text(new, encoding="utf-8")
 
 
 def main() -> None:
+  parser = argparse.ArgumentParser()
+  parser.add_argument(
+      "--write", action="store_true", help="put the tables in their places"
+  )
+  options = parser.parse_args()
   places = (
       (speed(), "README.md"), (heads(), "docs/kernels.md"),
       (memory(), "README.md"),
   )
   print("\n\n".join(table for table, _ in places))
-  if "--write" in sys.argv[1:]:
+  if options.write:
     for table, name in places:
       write(_ROOT / name, table)
 

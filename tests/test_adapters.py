@@ -18,7 +18,7 @@ from tunix_progdistill.teachers import quantised
 
 _LORA = {"module_path": ".*(attn|mlp).*", "rank": 2, "alpha": 3.0}
 _NAMES = ("gemma", "gemma3", "gemma4", "llama3", "qwen2", "qwen3")
-# Every type, and every form of a projection: of all pairs, what is not slow.
+# Of all pairs, what is not slow: every type at least once.
 _FEW = {
     ("gemma", None), ("gemma3", "int8"), ("llama3", None), ("qwen3", "nf4"),
 }

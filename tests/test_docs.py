@@ -88,21 +88,19 @@ def test_commands_of_readme_and_docs_run(tmp_path, monkeypatch):
       _ROOT / "README.md",
   ):
     for block in _blocks(path, "console"):
-      commands += [shlex.split(line) for line in block.strip().splitlines()]
+      commands += block.strip().splitlines()
   assert len(commands) >= 8
-  done = set()
-  for words in commands:
-    if tuple(words) in done:
+  for i, line in enumerate(dict.fromkeys(commands)):
+    program, *words = shlex.split(line)
+    if program == "python":
+      _run(words, cwd=tmp_path)
       continue
-    if words[0] == "tunix-progdistill" and done:
-      assert main_lib.main(words[1:]) == 0, words
-    elif words[0] == "tunix-progdistill":
-      code = "import sys; from tunix_progdistill.cli.main import main; "
-      _run(["-c", code + "sys.exit(main())", *words[1:]], cwd=tmp_path)
+    assert program == "tunix-progdistill"
+    if i:
+      assert main_lib.main(words) == 0, line
     else:
-      assert words[0] == "python"
-      _run(words[1:], cwd=tmp_path)
-    done.add(tuple(words))
+      code = "import sys; from tunix_progdistill.cli.main import main; "
+      _run(["-c", code + "sys.exit(main())", *words], cwd=tmp_path)
   runs = tmp_path / "runs"
   for name in ("tiny", "tiny_fast", "tiny_short", "tiny_lora", "tiny_rows"):
     assert (runs / name / "student" / "config.json").is_file()

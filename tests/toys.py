@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tunix.distillation import distillation_trainer
 from tunix.models.gemma3 import model as gemma3
+from tunix.sft import peft_trainer
 
 import tunix_progdistill as tpd
 from tunix_progdistill.families import causal_lm
@@ -142,13 +143,14 @@ def trainer(
 
 def stock(
     *, student=None, teacher=None, optimizer: Any = None,
-    strategy_fn: Callable[[], Any] = strategy, **kwargs: Any,
+    strategy_fn: Callable[[], Any] = strategy,
+    kind: type = distillation_trainer.DistillationTrainer, **kwargs: Any,
 ) -> distillation_trainer.DistillationTrainer:
   """Tunix's own trainer over toys; keywords go to its `TrainingConfig`."""
   import optax  # pylint: disable=g-import-not-at-top
 
   kwargs.setdefault("eval_every_n_steps", 1000)
-  return distillation_trainer.DistillationTrainer(
+  return kind(
       Toy(seed=1) if student is None else student,
       Toy(seed=0) if teacher is None else teacher,
       strategy_fn(),
@@ -171,6 +173,30 @@ def hooked(
   # Where the tests look for it after the run, which detaches.
   vars(made)["engine"] = hook.engine
   return made
+
+
+def plain(**kwargs: Any) -> peft_trainer.PeftTrainer:
+  """Tunix's trainer without a teacher, over a Gemma 3; its own loss."""
+  import optax  # pylint: disable=g-import-not-at-top
+
+  kwargs.setdefault("eval_every_n_steps", 2)
+  optimizer = kwargs.pop("optimizer", optax.set_to_zero())
+  trainer = peft_trainer.PeftTrainer(
+      kwargs.pop("model", None) or gemma3_model(seed=1), optimizer,
+      peft_trainer.TrainingConfig(**kwargs),
+  )
+
+  def inputs(batch):
+    mask = batch.input_mask != 0
+    return {
+        "input_tokens": batch.input_tokens, "input_mask": mask,
+        "positions": jnp.cumsum(mask, axis=-1) - 1,
+        "attention_mask": jnp.tril(
+            jnp.ones((mask.shape[-1],) * 2, bool)
+        )[None] & mask[:, None, :],
+    }
+
+  return trainer.with_gen_model_input_fn(inputs)
 
 
 def saved(root: pathlib.Path) -> pathlib.Path:

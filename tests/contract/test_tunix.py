@@ -133,19 +133,6 @@ class _Spy(_Distill):
     super().__setattr__(name, value)
 
 
-def _unreduced_loss() -> bool:
-  """A loss of this form on Tunix's main branch; a mean before."""
-  if not hasattr(sft_utils, "LossOutput"):
-    return True
-  metric = sft_utils.WeightedMetric(jnp.float32(6.0), jnp.float32(3.0))
-  out = sft_utils.LossOutput(primary_loss=metric, aux_metrics={"a": metric})
-  return (
-      out.primary_loss.unreduced_sum == 6.0
-      and out.primary_loss.denominator == 3.0
-      and out.aux_metrics["a"].compute() == 2.0
-  )
-
-
 def _constructor_order():
   order = _Spy(
       toys.Table([toys.F1_STUDENT]), toys.Table([toys.F1_TEACHER]),
@@ -157,6 +144,19 @@ def _constructor_order():
   ]
   # _train_steps is set again, by maybe_restore, after all of them.
   return places == sorted(places) and order.count("_train_steps") >= 2
+
+
+def _unreduced_loss() -> bool:
+  """A loss of this form on Tunix's main branch; a mean before."""
+  if not hasattr(sft_utils, "LossOutput"):
+    return True
+  metric = sft_utils.WeightedMetric(jnp.float32(6.0), jnp.float32(3.0))
+  out = sft_utils.LossOutput(primary_loss=metric, aux_metrics={"a": metric})
+  return (
+      out.primary_loss.unreduced_sum == 6.0
+      and out.primary_loss.denominator == 3.0
+      and out.aux_metrics["a"].compute() == 2.0
+  )
 
 
 def _runs_own_step():
@@ -268,7 +268,7 @@ def _head_is_told(family, name, *told):
       call = after = inspect.getsource(kind.compute_final_logits)
     assert re.search(r"logits = self\.embedder\.decode\(x\)", after)
     assert all(t in after for t in told)
-    untied = any(t in call for t in ("use_tied_embedding", "weight_tying"))
+    untied = "use_tied_embedding" in call or "weight_tying" in call
     assert ("self.lm_head(x)" in after) == untied
     decode = inspect.getsource(module.Embedder.decode)
     return "self.input_embedding.value" in decode

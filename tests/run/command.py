@@ -110,12 +110,10 @@ def held_out(folder: pathlib.Path) -> pathlib.Path:
 
 
 def environment() -> dict[str, str]:
-  """Of a process that shares the tests' cache of compiled programs."""
+  """Of a process with one device; conftest's, with its cache, for the rest."""
   root = pathlib.Path(__file__).parent.parent.parent
   return os.environ | {
       "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
-      "JAX_COMPILATION_CACHE_DIR": str(root / ".jax_cache"),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "PYTHONPATH": str(root),
   }
 

@@ -67,19 +67,9 @@ class MineStock(distillation_trainer.DistillationTrainer):
 
 def test_attached_checkpoint_carries_the_users_metadata(tmp_path):
   """The closing one too, and the resumed instance has it back."""
-
-  def make():
-    trainer = MineStock(
-        toys.Toy(seed=1), toys.Toy(seed=0), toys.strategy(),
-        optax.set_to_zero(),
-        distillation_trainer.TrainingConfig(
-            eval_every_n_steps=9, checkpoint_root_directory=str(tmp_path)
-        ),
-    )
-    hook = tpd.ProgressiveFreezingHook(toys.plan(), optimizer=optax.adamw)
-    hook.attach(trainer)
-    return trainer
-
+  make = lambda: toys.hooked(
+      kind=MineStock, checkpoint_root_directory=str(tmp_path)
+  )
   make().train(toys.batches(3))
   found = _metadata(toys.saved(tmp_path), 3)
   assert found["mine"] == 7

@@ -15,6 +15,8 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from tunix_progdistill.kernels import shapes
+
 # Entries of a block: what stays in a core's cache; on an accelerator, what
 # keeps it busy.
 _ENTRIES_CPU = 2**18
@@ -56,12 +58,16 @@ def by_blocks(
 
   Returns:
     The pytree, with `[*N]` in the place of `[r, c]`.
+
+  Raises:
+    ValueError: `block_tokens` is no whole number, or below 1.
   """
   lead, vocabulary = shape[:-1], shape[-1]
   tokens = math.prod(lead)
   spread = jax.device_count() > 1 and len(lead) > 1 and tokens > 0
   rows = lead[0] if spread else 1
   length = tokens // rows
+  shapes.check_sizes(block_tokens=block_tokens)
   wanted = block_tokens or tokens_per_block(vocabulary)
   size = max(1, wanted // rows)
   flat = tuple(

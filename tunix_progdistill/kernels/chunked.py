@@ -51,7 +51,6 @@ def forward_kl(
   """`reference.forward_kl`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
   shapes.check_scalars(temperature=temperature)
-  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.forward_kl, student, teacher, where, block_tokens,
       temperature,
@@ -69,7 +68,6 @@ def reverse_kl(
   """`reference.reverse_kl`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
   shapes.check_scalars(temperature=temperature)
-  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.reverse_kl, student, teacher, where, block_tokens,
       temperature,
@@ -88,7 +86,6 @@ def jsd(
   """`reference.jsd`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
   shapes.check_scalars(temperature=temperature, beta=beta)
-  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.jsd, student, teacher, where, block_tokens, temperature, beta
   )
@@ -103,7 +100,6 @@ def mse(
 ) -> Float[Array, "*N"]:
   """`reference.mse`, a block at a time."""
   shapes.check(student, teacher=teacher, tokens=where)
-  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(closed_form.mse, student, teacher, where, block_tokens)
 
 
@@ -116,7 +112,6 @@ def cross_entropy(
 ) -> Float[Array, "*N"]:
   """`reference.cross_entropy`, a block at a time."""
   shapes.check(logits, tokens=where, labels=labels)
-  shapes.check_sizes(block_tokens=block_tokens)
   return _divergence(
       closed_form.cross_entropy, logits, labels, where, block_tokens
   )
@@ -168,7 +163,6 @@ def distillation(
   """
   shapes.check(student, teacher=teacher, tokens=weights, labels=labels)
   shapes.check_scalars(temperature=temperature, alpha=alpha)
-  shapes.check_sizes(block_tokens=block_tokens)
   total, values = _distillation(
       (kl_div_tau1, teacher_ce, block_tokens), student, teacher,
       _labels(labels, label_ids, student.shape), weights.astype(jnp.float32),

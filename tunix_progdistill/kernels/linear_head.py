@@ -132,11 +132,9 @@ def distillation(
   student = heads.Head("student", student_layout, student_softcap)
   teacher = heads.Head("teacher", teacher_layout, teacher_softcap)
   size = student.vocabulary(student_hidden, student_head)
-  heads.check(
-      size, teacher.vocabulary(teacher_hidden, teacher_head),
-      vocabulary=vocabulary, block_tokens=block_tokens,
-      vocabulary_tile=vocabulary_tile,
-  )
+  heads.check(size, teacher.vocabulary(teacher_hidden, teacher_head))
+  shapes.check_sizes(size, vocabulary=vocabulary)
+  shapes.check_sizes(block_tokens=block_tokens, vocabulary_tile=vocabulary_tile)
   lead = student_hidden.shape[:-1]
   shapes.check_tokens(
       lead, weights=weights, teacher_hidden=teacher_hidden[..., 0]

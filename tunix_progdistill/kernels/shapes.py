@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array
-import numpy as np
 
 from tunix_progdistill import errors
 
@@ -75,16 +74,18 @@ def check_scalars(
   Raises:
     ValueError: a scalar out of its range.
   """
-  for name, value, least, most, rule in (
-      ("temperature", temperature, 0.0, math.inf, "must be > 0 and finite"),
-      ("alpha", alpha, -math.inf, math.inf, "must be finite"),
-      ("beta", beta, 0.0, 1.0, "must lie in (0, 1)"),
+  for name, value, least, most, rule, remedy in (
+      ("temperature", temperature, 0.0, math.inf, "must be > 0 and finite",
+       "1.0 softens nothing"),
+      ("alpha", alpha, -math.inf, math.inf, "must be finite",
+       "0.5 weighs both losses alike"),
+      ("beta", beta, 0.0, 1.0, "must lie in (0, 1)", "0.5 is symmetric"),
   ):
     if isinstance(value, jax.Array):
       continue
-    number = np.asarray(value).item()
+    number = errors.plain(value)
     if not least < number < most:
-      raise errors.invalid(name, rule, number, "see the docstring")
+      raise errors.invalid(name, rule, number, remedy)
 
 
 def check_sizes(most: float = math.inf, **sizes: int | None) -> None:
@@ -94,10 +95,13 @@ def check_sizes(most: float = math.inf, **sizes: int | None) -> None:
     ValueError: another.
   """
   for name, value in sizes.items():
-    whole = isinstance(value, numbers.Integral)
-    if value is not None and not (whole and 1 <= value <= most):
-      rule = "be at least 1" if most == math.inf else f"lie in 1 to {most}"
-      raise errors.invalid(
-          name, f"must be a whole number and {rule}", value,
-          "write one of them",
-      )
+    if value is None:
+      continue
+    if not isinstance(value, numbers.Integral):
+      rule = "must be a whole number"
+    elif not 1 <= value <= most:
+      bounded = most != math.inf
+      rule = f"must lie in 1..{most}" if bounded else "must be at least 1"
+    else:
+      continue
+    raise errors.invalid(name, rule, value, "None is the default, if any")

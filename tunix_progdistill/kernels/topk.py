@@ -33,7 +33,6 @@ def renormalised_kl(
   distributions, not a bound on the full one.
   """
   shapes.check(student, teacher=teacher, tokens=where)
-  shapes.check_scalars(temperature=temperature)
   shapes.check_sizes(student.shape[-1], k=k)
   # Before top_k, for NaN in a masked row would order arbitrarily.
   teacher = reduce.blank(teacher, where)

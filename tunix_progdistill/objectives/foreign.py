@@ -130,48 +130,51 @@ class LossFunction:
 
 
 def _weigh(out, inputs: Mapping[str, Any], weight) -> terms.LossTerms:
-  if _is_unreduced(out):
-    return _unreduced_terms(out, weight)
+  summed = _unreduced(out) if hasattr(out, "primary_loss") else (
+      _times_tokens(out, inputs)
+  )
+  count = summed.number * weight
+  # A mean over nothing may be NaN.
+  valid = lambda x: jnp.where(count > 0, x, 0.0)
+  return terms.LossTerms(
+      total=valid(summed.total * weight),
+      count=count,
+      parts={
+          k: valid(jnp.asarray(v, jnp.float32) * count)
+          for k, v in summed.means.items() if np.ndim(v) == 0
+      },
+  )
+
+
+class _Summed(NamedTuple):
+  """A loss before its weight: its sum, over how many, and metrics' means."""
+
+  total: jax.Array
+  number: jax.Array
+  means: Mapping[str, Any]
+
+
+def _times_tokens(out, inputs: Mapping[str, Any]) -> _Summed:
+  """Of a mean, or a mean and metrics."""
   loss, aux = out if isinstance(out, tuple) else (out, {})
-  metrics = aux if isinstance(aux, Mapping) else {}
   mask = inputs.get("input_mask")
   if mask is None:
     mask = jnp.ones(jax.tree.leaves(dict(inputs))[0].shape[:1])
-  count = jnp.sum((mask != 0).astype(jnp.float32)) * weight
-  return terms.LossTerms(
-      total=_sum_of(loss, count),
-      count=count,
-      parts={k: _sum_of(v, count) for k, v in metrics.items() if _scalar(v)},
+  number = jnp.sum((mask != 0).astype(jnp.float32))
+  return _Summed(
+      jnp.asarray(loss, jnp.float32) * number, number,
+      aux if isinstance(aux, Mapping) else {},
   )
 
 
-def _is_unreduced(out: Any) -> bool:
-  """Whether a loss came as a sum and its denominator: Tunix's `LossOutput`.
-
-  Tunix has it since 0.1.8; before, a loss is a mean, or a mean and metrics.
-  """
-  return hasattr(out, "primary_loss")
-
-
-def _unreduced_terms(out: Any, weight) -> terms.LossTerms:
-  """The loss's own sum and count: nothing needs to be guessed."""
+def _unreduced(out) -> _Summed:
+  """Of Tunix's `LossOutput`, which its releases do not have yet."""
   loss = out.primary_loss
-  count = jnp.asarray(loss.denominator, jnp.float32) * weight
-  mean = lambda m: m.compute() if hasattr(m, "unreduced_sum") else m
-  means = {k: mean(v) for k, v in out.aux_metrics.items()}
-  return terms.LossTerms(
-      total=jnp.where(
-          count > 0, jnp.asarray(loss.unreduced_sum, jnp.float32) * weight, 0.0
-      ),
-      count=count,
-      parts={k: _sum_of(v, count) for k, v in means.items() if _scalar(v)},
+  return _Summed(
+      jnp.asarray(loss.unreduced_sum, jnp.float32),
+      jnp.asarray(loss.denominator, jnp.float32),
+      {
+          k: m.compute() if hasattr(m, "unreduced_sum") else m
+          for k, m in out.aux_metrics.items()
+      },
   )
-
-
-def _sum_of(mean: Any, count: jax.Array) -> jax.Array:
-  """The sum of which `mean` is the mean; a mean over nothing may be NaN."""
-  return jnp.where(count > 0, jnp.asarray(mean, jnp.float32) * count, 0.0)
-
-
-def _scalar(value: Any) -> bool:
-  return np.ndim(value) == 0
